@@ -1,0 +1,1 @@
+"""The subcommands: each module has `add(subparsers)` and `run(args)`."""

@@ -1,0 +1,1 @@
+"""What all Talaria services share: wire messages, subjects, errors, bus, clock, config, telemetry."""

@@ -1,0 +1,1 @@
+"""Workloads, replay and reports."""

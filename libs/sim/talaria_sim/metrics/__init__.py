@@ -1,0 +1,1 @@
+"""Figures of a replay, from its records."""

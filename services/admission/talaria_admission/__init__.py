@@ -1,0 +1,1 @@
+"""Admission: the session table, leases, and the one account of load."""

@@ -1,0 +1,1 @@
+"""The front doors: HTTP (OpenAI API) and NATS; validation, identity, retries, delivery."""

@@ -1,0 +1,68 @@
+"""One attempt at a call on one instance, as its stream tells. IO (futures of the event loop)."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TypeAlias
+
+from talaria_common.wire import CallKey, Ended, Granted, Refused, StreamMessage
+from talaria_gateway.retry import RetryReason
+
+Outcome: TypeAlias = Ended | Refused | RetryReason
+"""How an attempt ended: by itself, not taken, or lost."""
+
+
+class Attempt:
+    """What is known of the attempt now; the stream's messages are numbered from 0."""
+
+    def __init__(self, granted: Granted, inbox: str, now_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        self.granted = granted
+        self.inbox = inbox
+        self.sent_s = now_s
+        self.heard_s = now_s
+        self.accepted_s: float | None = None
+        self.has_token = False
+        self.is_probed = False
+        self.accepted: asyncio.Future[None] = loop.create_future()
+        self.over: asyncio.Future[Outcome] = loop.create_future()
+        self._next_seq = 0
+
+    @property
+    def key(self) -> CallKey:
+        return self.granted.grant.key
+
+    @property
+    def instance(self) -> str:
+        return self.granted.grant.instance
+
+    @property
+    def boot_id(self) -> str:
+        return self.granted.grant.boot_id
+
+    def accept(self, now_s: float) -> bool:
+        """The instance has the call; True the first time."""
+        if self.accepted_s is not None:
+            return False
+        self.accepted_s = self.heard_s = now_s
+        if not self.accepted.done():
+            self.accepted.set_result(None)
+        return True
+
+    def takes(self, message: StreamMessage, now_s: float) -> bool:
+        """The message belongs here and is the next one; a gap ends the attempt."""
+        if message.key != self.key or self.over.done():
+            return False
+        self.heard_s = now_s
+        if message.seq < self._next_seq:
+            return False
+        if message.seq > self._next_seq:
+            self.end(RetryReason.GAP)
+            return False
+        self._next_seq = message.seq + 1
+        return True
+
+    def end(self, outcome: Outcome) -> None:
+        """The attempt is over; the first word counts."""
+        if not self.over.done():
+            self.over.set_result(outcome)

@@ -1,0 +1,437 @@
+"""The life of one call: placed, run, retried before its first token, settled (protocols 1). IO.
+
+    place ──▶ run ──▶ accepted ──▶ tokens ──▶ ended
+      ▲         │         │           │
+      └─────────┴─────────┘           └──▶ error: the first token is the point of no return
+       refused, gone, silent
+
+One task per call. What comes from outside (stream messages, notices, a cancel, a lost bus) is
+applied by plain methods; the task waits for the futures that they resolve.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from talaria_common import bodies, chain, subjects, wire
+from talaria_common.bus import NoResponders, RequestTimeout
+from talaria_common.errors import InvariantBroken, Rejected, TalariaError, Unavailable
+from talaria_common.wire import (
+    Accepted,
+    CallKey,
+    Delta,
+    Ended,
+    EndReason,
+    Granted,
+    NotGranted,
+    PlaceCall,
+    Refused,
+    RunCall,
+    StreamMessage,
+)
+from talaria_gateway.account import CANCELLED, FINISHED, Ask, Tally
+from talaria_gateway.attempt import Attempt, Outcome
+from talaria_gateway.retry import Retries, RetryReason, error_of
+
+if TYPE_CHECKING:
+    from talaria_gateway.calls import Calls
+
+_log = logging.getLogger(__name__)
+
+LARGE_BODY_BYTES: Final = 1_000_000
+PAUSE_S: Final = 0.2
+"""Between tries to reach a router that is not there."""
+
+T = TypeVar("T")
+
+
+class Call(ABC):
+    """One call; subclasses know where its tokens go."""
+
+    def __init__(self, calls: Calls, ask: Ask) -> None:
+        self.ask = ask
+        self.tally = Tally()
+        self.granted: Granted | None = None
+        self._calls = calls
+        self._context = calls.context
+        self._config = calls.config
+        self._retries = Retries()
+        self._attempt: Attempt | None = None
+        self._stopped: asyncio.Future[TalariaError] = asyncio.get_running_loop().create_future()
+        self._is_settled = False
+        self._place_began_s: float | None = None
+        self._links = ask.checked.links(ask.tenant)
+        self._task: asyncio.Task[None] | None = None
+
+    # --- from outside -----------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin; the call ends by itself, or by `stop`."""
+        self._task = asyncio.create_task(self._live(), name=f"call {self.ask.call_id}")
+
+    @property
+    def task(self) -> asyncio.Task[None] | None:
+        return self._task
+
+    def stop(self, error: TalariaError) -> None:
+        """End the call with `error`, whatever its state; idempotent."""
+        if not self._stopped.done():
+            self._stopped.set_result(error)
+
+    def cancel(self) -> None:
+        """The caller has left."""
+        self.stop(Rejected(CANCELLED, "the call was cancelled"))
+
+    def check(self, now_s: float) -> None:
+        """Look after the running attempt: lost instances, silence."""
+        attempt = self._attempt
+        if attempt is None or attempt.accepted_s is None or attempt.over.done():
+            return
+        if self._calls.pool.has_restarted(attempt.instance, attempt.boot_id):
+            attempt.end(RetryReason.INSTANCE_LOST)
+            return
+        silent_s = self._silent_s(attempt, now_s)
+        if silent_s > self._config.silence_s:
+            attempt.end(RetryReason.SILENCE)
+        elif silent_s > self._config.probe_after_s and not attempt.is_probed:
+            attempt.is_probed = True
+            self._calls.background(self._probe(attempt))
+
+    # --- what subclasses say ----------------------------------------------------------------------
+
+    @abstractmethod
+    def _run_fields(self, key: CallKey) -> dict[str, Any]:
+        """Where the tokens go: fields of RunCall."""
+
+    @abstractmethod
+    def _silent_s(self, attempt: Attempt, now_s: float) -> float:
+        """For how long nothing has been heard of an accepted attempt."""
+
+    @abstractmethod
+    async def _on_granted(self, granted: Granted) -> None:
+        """A place was found; the body goes out next."""
+
+    @abstractmethod
+    def _on_accepted(self, attempt: Attempt) -> None:
+        """An instance has the call."""
+
+    @abstractmethod
+    async def _after_no_answer(self, attempt: Attempt) -> Outcome | None:
+        """The run was not answered: how the attempt ended, or None if it goes on."""
+
+    @abstractmethod
+    def _on_finished(self, ended: Ended) -> None:
+        """The call is answered."""
+
+    @abstractmethod
+    def _on_failed(self, error: TalariaError) -> None:
+        """The call has ended without an answer."""
+
+    async def _close(self) -> None:  # noqa: B027 (most calls hold nothing)
+        """Give back what the call held."""
+
+    # --- the life ---------------------------------------------------------------------------------
+
+    async def _live(self) -> None:
+        try:
+            self._on_finished(await self._answer())
+        except TalariaError as error:
+            self._fail(error)
+        except Exception:  # the one place where a mistake in here ends: as the caller's 500
+            _log.exception("a call failed", extra={"call": self.ask.call_id})
+            self._fail(InvariantBroken("the gateway failed; its log says how"))
+        finally:
+            self._calls.forget(self)
+            await self._close()
+
+    async def _answer(self) -> Ended:
+        """Attempt after attempt until one ends by itself; raises what ends the call."""
+        while True:
+            granted = await self._place()
+            await self._on_granted(granted)
+            attempt = self._begin(granted)
+            outcome = await self._run(attempt)
+            match outcome:
+                case Ended():
+                    return self._judged(outcome)
+                case Refused():
+                    has_restarted = self._calls.pool.has_restarted(
+                        attempt.instance, attempt.boot_id
+                    )
+                    reason = RetryReason.REFUSED
+                    error = self._retries.refused(
+                        outcome, attempt.instance, is_new_boot=has_restarted
+                    )
+                case RetryReason.NO_RESPONDERS:
+                    self._calls.pool.forget(attempt.instance)
+                    reason, error = outcome, self._retries.no_responders(attempt.instance)
+                case RetryReason.NO_ANSWER:
+                    reason, error = outcome, self._retries.no_answer(attempt.instance)
+                case _:
+                    reason = outcome
+                    error = self._retries.lost(
+                        attempt.instance, outcome, has_token=attempt.has_token
+                    )
+            self._give_up(attempt, outcome)
+            if error is not None:
+                raise error
+            self._calls.account.retried(reason)
+            _log.info(
+                "a call is placed again",
+                extra={"call": str(attempt.key), "instance": attempt.instance, "reason": reason},
+            )
+
+    def _judged(self, ended: Ended) -> Ended:
+        """The end of a finished call; raises what any other end means."""
+        self.tally.usage, self.tally.parts = ended.usage, ended.parts
+        match ended.reason:
+            case EndReason.FINISHED:
+                self.tally.finish_reasons = [ended.finish_reason or "stop"]
+                return ended
+            case EndReason.CANCELLED:
+                raise Rejected(CANCELLED, "the call was cancelled")
+            case EndReason.FAILED if ended.error is not None:
+                raise error_of(ended.error)
+            case EndReason.FAILED:
+                raise Unavailable("model_failed", "the engine gave the call up")
+            case EndReason.SUPERSEDED | EndReason.INSTANCE_LOST:
+                raise Unavailable("instance_lost", "the instance has lost the call")
+
+    # --- placing ----------------------------------------------------------------------------------
+
+    async def _place(self) -> Granted:
+        if self._place_began_s is None:
+            self._place_began_s = self._now_s()
+            self.tally.gateway_s = self._place_began_s - self.ask.arrived_s
+        key = CallKey(self.ask.call_id, self._retries.attempt)
+        payload = wire.encode(self._question(key))
+        for _ in range(self._config.place_tries):
+            try:
+                answer = await self._race(
+                    self._context.bus.request(
+                        subjects.PLACE, payload, timeout_s=self._config.place_timeout_s
+                    )
+                )
+            except NoResponders:
+                await self._race(asyncio.sleep(PAUSE_S))
+                continue
+            except RequestTimeout:
+                continue
+            reply = wire.decode(wire.PLACE_REPLY, answer.payload)
+            match reply:
+                case Granted() if reply.grant.key == key:
+                    self._note_place(reply)
+                    self.granted = self.tally.granted = reply
+                    return reply
+                case NotGranted() if reply.key == key:
+                    self._note_place(reply)
+                    raise self._no_place(reply)
+                case _:
+                    self._calls.unreadable()
+        raise Unavailable("no_instance", "no router answers", retry_after_s=1.0)
+
+    def _question(self, key: CallKey) -> PlaceCall:
+        ask = self.ask
+        return PlaceCall(
+            key=key,
+            model=ask.checked.model,
+            tenant=ask.tenant,
+            session=ask.identity.session,
+            source=ask.identity.source,
+            parent=ask.identity.parent,
+            is_final=ask.identity.is_final,
+            links=tuple(self._links[-chain.LINKS_MAX :]),
+            prompt_bytes=self._links[-1].end_bytes if self._links else 0,
+            max_tokens=ask.checked.max_tokens,
+            excluded=self._retries.excluded,
+            ranked_last=self._retries.ranked_last,
+            arrived_unix_s=ask.arrived_unix_s,
+        )
+
+    def _note_place(self, reply: Granted | NotGranted) -> None:
+        self.tally.place_s += reply.place_s
+        self.tally.admit_s += reply.admit_s
+
+    def _no_place(self, reply: NotGranted) -> TalariaError:
+        """What the caller is told: what the last instance said, where no other is left."""
+        last = self._retries.last_error
+        if reply.error.code == "no_instance" and last is not None:
+            return last
+        return error_of(reply.error)
+
+    # --- running ----------------------------------------------------------------------------------
+
+    def _begin(self, granted: Granted) -> Attempt:
+        fields = self._run_fields(granted.grant.key)
+        attempt = self._attempt = Attempt(granted, fields["inbox"], self._now_s())
+        self.tally.attempts = granted.grant.key.attempt
+        return attempt
+
+    async def _run(self, attempt: Attempt) -> Outcome:
+        sending = asyncio.ensure_future(self._send(attempt))
+        try:
+            await self._race_any(sending, attempt.accepted)
+        finally:
+            _drop(sending)
+        if attempt.accepted_s is None:
+            match sending.result():
+                case Accepted():
+                    self._accept(attempt)
+                case RetryReason.NO_ANSWER:
+                    outcome = await self._race(self._after_no_answer(attempt))
+                    if outcome is not None:
+                        return outcome
+                    self._accept(attempt)
+                case outcome:
+                    return outcome
+        await self._race_any(attempt.over)
+        return attempt.over.result()
+
+    async def _send(self, attempt: Attempt) -> Accepted | Refused | RetryReason:
+        """Send the body and wait for the instance's answer."""
+        raw, bus = self.ask.checked.raw, self._context.body_bus
+        grant = attempt.granted.grant
+        body, parts, digest = bodies.split(grant.key, raw)
+        run = RunCall(
+            grant=grant,
+            endpoint=self.ask.checked.endpoint,
+            session=attempt.granted.session,
+            call_index=attempt.granted.call_index,
+            tenant=self.ask.tenant,
+            is_continuation=attempt.granted.is_continuation,
+            is_final=self.ask.identity.is_final,
+            body=body,
+            parts=len(parts),
+            digest=digest,
+            tail=self._links[-1] if self._links else None,
+            deadline_s=self._deadline_s(),
+            started_unix_s=attempt.granted.started_unix_s or self.ask.arrived_unix_s,
+            **self._run_fields(grant.key),
+        )
+        for part in parts:
+            await bus.publish(subjects.body_part(grant.instance), wire.encode(part))
+        is_large = len(raw) > LARGE_BODY_BYTES
+        timeout_s = (
+            self._config.accept_timeout_large_s if is_large else self._config.accept_timeout_s
+        )
+        try:
+            answer = await bus.request(
+                subjects.run(grant.instance), wire.encode(run), timeout_s=timeout_s
+            )
+        except NoResponders:
+            return RetryReason.NO_RESPONDERS
+        except RequestTimeout:
+            return RetryReason.NO_ANSWER
+        reply = wire.decode(wire.RUN_REPLY, answer.payload)
+        if reply is None or reply.key != grant.key:
+            self._calls.unreadable()
+            return RetryReason.NO_ANSWER
+        return reply
+
+    def _deadline_s(self) -> float:
+        left_s = self._config.call_deadline_s - (self._now_s() - self.ask.arrived_s)
+        if left_s <= 0:
+            raise Unavailable("deadline_exceeded", "the call found no place before its deadline")
+        return left_s
+
+    def _accept(self, attempt: Attempt) -> None:
+        if attempt.accept(self._now_s()):
+            self.tally.transfer_s += self._now_s() - attempt.sent_s
+            self._on_accepted(attempt)
+
+    def _note_token(self, attempt: Attempt) -> None:
+        """A token has gone out: there is no way back."""
+        self._accept(attempt)
+        if not attempt.has_token:
+            attempt.has_token = True
+            self.tally.ttft_s = self._now_s() - self.ask.arrived_s
+
+    def _take(self, message: StreamMessage) -> bool:
+        """Apply a message of the running attempt; True if it is news."""
+        attempt = self._attempt
+        if attempt is None or not attempt.takes(message, self._now_s()):
+            return False
+        match message:
+            case Delta():
+                self._note_token(attempt)
+            case Ended():
+                self._accept(attempt)
+                attempt.end(message)
+            case _:
+                self._accept(attempt)
+        return True
+
+    async def _probe(self, attempt: Attempt) -> None:
+        """Ask whether the instance is still there: a dead one has no responders."""
+        subject = subjects.snapshot_request(attempt.instance)
+        payload = wire.encode(wire.SnapshotRequest())
+        try:
+            await self._context.bus.request(subject, payload, timeout_s=1.0)
+        except NoResponders:
+            self._calls.pool.forget(attempt.instance)
+            attempt.end(RetryReason.INSTANCE_LOST)
+        except TalariaError:
+            pass  # nothing learned: the silence decides
+        finally:
+            attempt.is_probed = False
+
+    # --- endings ----------------------------------------------------------------------------------
+
+    def _give_up(self, attempt: Attempt, outcome: Outcome) -> None:
+        """Leave an attempt behind; it is told to stop unless it surely has."""
+        self._attempt = None
+        since_s = attempt.sent_s if attempt.accepted_s is None else attempt.accepted_s
+        self.tally.transfer_s += self._now_s() - since_s
+        if isinstance(outcome, RetryReason) and outcome is not RetryReason.NO_RESPONDERS:
+            self._calls.cancel_attempt(attempt.key, attempt.instance, attempt.boot_id)
+
+    def _fail(self, error: TalariaError) -> None:
+        """Stop what may still run, write the call down, tell the caller."""
+        if error.code == CANCELLED:
+            self._calls.announce_cancel(self.ask.call_id)
+        attempt = self._attempt
+        if attempt is not None and not attempt.over.done():
+            self._calls.cancel_attempt(attempt.key, attempt.instance, attempt.boot_id)
+        self.settle(error.code)
+        self._on_failed(error)
+
+    def settle(self, outcome: str = FINISHED) -> None:
+        """Write the call down; idempotent. Doors call it just before the last byte goes out."""
+        if self._is_settled:
+            return
+        self._is_settled = True
+        settled = self._calls.account.settle(self.ask, self.tally, outcome)
+        if settled is not None:
+            self._calls.background(self._context.bus.publish(*settled))
+
+    # --- waiting ----------------------------------------------------------------------------------
+
+    def _now_s(self) -> float:
+        return self._context.clock.now_s()
+
+    async def _race(self, awaitable: Awaitable[T]) -> T:
+        """The result of `awaitable`, unless the call is stopped first: then that error."""
+        task = asyncio.ensure_future(awaitable)
+        try:
+            await self._race_any(task)
+        finally:
+            _drop(task)
+        return task.result()
+
+    async def _race_any(self, *futures: asyncio.Future[Any]) -> None:
+        if not self._stopped.done():
+            await asyncio.wait({*futures, self._stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if self._stopped.done():
+            raise self._stopped.result()
+
+
+def _drop(future: asyncio.Future[Any]) -> None:
+    """Want no more of it; an error that it already has is not news."""
+    if not future.done():
+        future.cancel()
+    elif not future.cancelled():
+        future.exception()

@@ -1,0 +1,1 @@
+"""The instance service: one GPU group, its rounds and slots, its engine."""

@@ -1,0 +1,1 @@
+"""The host KV registry of a node."""
