@@ -1,6 +1,7 @@
 """What every engine promises (engine/protocol.py): a common part, and one for each capability.
 
-The fake engine runs in real time here; the torch engine runs the two seeded models on the CPU.
+The fake engine runs in real time here; the torch engine runs the two seeded models on the CPU. One
+engine of each kind serves the whole file: each test is a tenant of its own, so it starts cold.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import pytest_asyncio
 
 from talaria_common.config import ModelEntry
 from talaria_common.errors import Rejected
@@ -33,6 +35,8 @@ from talaria_instance.engine.protocol import (
     Quantum,
     StepReport,
 )
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 BOUND_S = 60.0
 """No wait of this file is longer."""
@@ -100,26 +104,29 @@ class RecordingSink:
 class Rig:
     """An engine under test and the short ways to use it."""
 
-    def __init__(self, engine: Engine, sink: RecordingSink) -> None:
+    def __init__(self, engine: Engine, sink: RecordingSink, scope: str) -> None:
         self.engine = engine
         self.sink = sink
-        self._count = 0
+        self.scope = scope
+        """Sets calls, tenants and sessions of one test apart."""
+        self._calls: list[EngineCall] = []
 
     async def call(
         self, prompt: Any, *, model: str = FIRST, tenant: str = "", **extra: Any
     ) -> EngineCall:
         """Prepare a greedy chat call; `prompt` is a text or a list of messages."""
-        self._count += 1
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         request = EngineRequest(
-            key=CallKey(f"call-{self._count}"),
+            key=CallKey(f"{self.scope}-{len(self._calls)}"),
             model=model,
             endpoint="chat",
             body={"model": model, "messages": messages, "temperature": 0} | extra,
-            tenant=tenant,
-            session="s",
+            tenant=f"{self.scope} {tenant}",
+            session=self.scope,
         )
-        return await self.engine.prepare(request)
+        call = await self.engine.prepare(request)
+        self._calls.append(call)
+        return call
 
     async def run(
         self,
@@ -153,8 +160,22 @@ class Rig:
     async def switch(self, model: str) -> None:
         await asyncio.wait_for(self.engine.activate(model), BOUND_S)
 
+    async def clear(self) -> None:
+        """Leave nothing of this test in the engine, and the first model active."""
+        self.engine.wake()
+        for call in self._calls:
+            self.engine.abort(call.key)
+        await self.switch(FIRST)
+        assert (await self.run(max_s=5)).stop in ("idle", "finished")
+        self.engine.drop_host_kv(list(self.saved))
+
     def output(self, call: EngineCall) -> Output:
         return self.sink.outputs[call.key]
+
+    @property
+    def saved(self) -> dict[bytes, KvBlock]:
+        """Published blocks of this test."""
+        return {p: b for p, b in self.sink.saved.items() if b.session == self.scope}
 
     def block_tokens(self, model: str = FIRST) -> int:
         return self.facts(model).block_tokens
@@ -180,9 +201,8 @@ def _fake(sink: RecordingSink, keep_finished_kv: bool) -> Engine:
 
 
 def _torch(sink: RecordingSink, keep_finished_kv: bool) -> Engine:
-    from talaria_instance.engine.torch.engine import TorchEngine
-
     from talaria_instance.engine.torch.config import TorchConfig
+    from talaria_instance.engine.torch.engine import TorchEngine
 
     entries = [
         msgspec.structs.replace(entry, max_model_len=CONTEXT)
@@ -196,32 +216,41 @@ def _torch(sink: RecordingSink, keep_finished_kv: bool) -> Engine:
 
 
 ENGINES: dict[str, Callable[[RecordingSink, bool], Engine]] = {"fake": _fake, "torch": _torch}
+KINDS = ["fake", pytest.param("torch", marks=pytest.mark.real_model)]
 
 
 @asynccontextmanager
 async def open_rig(kind: str, *, keep_finished_kv: bool = True) -> AsyncIterator[Rig]:
+    """A rig on an engine of its own."""
     sink = RecordingSink()
     engine = ENGINES[kind](sink, keep_finished_kv)
     try:
         await asyncio.wait_for(engine.start(), BOUND_S)
-        rig = Rig(engine, sink)
+        rig = Rig(engine, sink, "own")
         await rig.switch(FIRST)
         yield rig
     finally:
         await asyncio.wait_for(engine.close(), BOUND_S)
 
 
-@pytest.fixture(params=["fake", pytest.param("torch", marks=pytest.mark.real_model)])
+@pytest.fixture(scope="module", params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     if request.param == "torch":
         pytest.importorskip("torch", reason="the torch extra is not installed")
     return str(request.param)
 
 
-@pytest.fixture
-async def rig(kind: str) -> AsyncIterator[Rig]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(kind: str) -> AsyncIterator[Rig]:
     async with open_rig(kind) as rig:
         yield rig
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def rig(shared: Rig, request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
+    rig = Rig(shared.engine, shared.sink, request.node.name)
+    yield rig
+    await rig.clear()
 
 
 def needs(rig: Rig, capability: Capability) -> None:
@@ -456,30 +485,22 @@ async def test_a_decoding_call_is_aborted_at_a_boundary_and_others_go_on(rig: Ri
     assert rig.engine.abort(leaving.key) is False
 
 
-async def test_close_fails_what_runs_and_may_be_repeated(rig: Rig) -> None:
-    running = await rig.call(story(1), max_tokens=500, ignore_eos=True)
-    queued = await rig.call(story(2), max_tokens=500, ignore_eos=True)
-    rig.engine.admit([running])
-    await rig.run(iterations=2)
-    rig.engine.admit([queued])
-    for _ in range(2):
-        await asyncio.wait_for(rig.engine.close(), BOUND_S)
-    for call in (running, queued):
-        output = rig.output(call)
-        assert output.heard.count("ended") == 1
-        assert output.finish is None
-        assert output.failed
-
-
-async def test_close_in_the_middle_of_a_run_ends_the_run(rig: Rig) -> None:
-    call = await rig.call(story(), max_tokens=1500, ignore_eos=True)
-    rig.engine.admit([call])
-    running = asyncio.create_task(rig.run())
-    await eventually(lambda: rig.output(call).heard, BOUND_S, "the call runs")
-    await asyncio.wait_for(rig.engine.close(), BOUND_S)
-    await asyncio.wait([running], timeout=5)
-    assert running.done()
-    assert rig.output(call).failed
+async def test_close_fails_what_runs_and_what_waits_and_may_be_repeated(kind: str) -> None:
+    async with open_rig(kind) as rig:
+        call = await rig.call(story(1), max_tokens=1500, ignore_eos=True)
+        paused = await rig.call(story(2), model=SECOND, max_tokens=1500, ignore_eos=True)
+        rig.engine.admit([call, paused])
+        running = asyncio.create_task(rig.run())
+        await eventually(lambda: rig.output(call).heard, BOUND_S, "the call runs")
+        for _ in range(2):
+            await asyncio.wait_for(rig.engine.close(), BOUND_S)
+        await asyncio.wait([running], timeout=5)
+        assert running.done()
+        for over in (call, paused):
+            output = rig.output(over)
+            assert output.heard.count("ended") == 1
+            assert output.finish is None
+            assert output.failed
 
 
 # --- exact_quanta -------------------------------------------------------------------------------
@@ -598,7 +619,7 @@ async def _prompt_and_back(rig: Rig) -> EngineCall:
     aligned = rig.aligned(call.prompt_tokens)
     if "host_kv" in rig.engine.capabilities:
         await eventually(
-            lambda: any(b.tokens >= aligned for b in rig.sink.saved.values()),
+            lambda: any(b.tokens >= aligned for b in rig.saved.values()),
             5,
             "the host copy is published",
         )
@@ -627,12 +648,12 @@ async def test_kv_of_a_finished_call_is_restored_after_a_switch(rig: Rig) -> Non
 async def test_published_blocks_form_chains_within_the_prompt(rig: Rig) -> None:
     needs(rig, "host_kv")
     call = await _prompt_and_back(rig)
-    blocks = rig.sink.saved
+    blocks = rig.saved
     assert len(blocks) >= rig.aligned(call.prompt_tokens) // rig.block_tokens()
     for block in blocks.values():
         parent = blocks.get(block.parent)
         assert (parent.tokens if parent else 0) + rig.block_tokens() == block.tokens
-        assert (block.model, block.session) == (FIRST, "s")
+        assert block.model == FIRST
         assert block.nbytes > 0
     assert rig.engine.facts().host_kv_bytes >= sum(b.nbytes for b in blocks.values())
 
@@ -640,9 +661,9 @@ async def test_published_blocks_form_chains_within_the_prompt(rig: Rig) -> None:
 async def test_dropped_host_kv_is_gone_and_said_to_be(rig: Rig) -> None:
     needs(rig, "host_kv")
     call = await _prompt_and_back(rig)
-    prefixes = list(rig.sink.saved)
+    prefixes = list(rig.saved)
     rig.engine.drop_host_kv([*prefixes, b"never seen"])
-    await eventually(lambda: set(rig.sink.dropped) == set(prefixes), 5, "all are dropped")
+    await eventually(lambda: set(rig.sink.dropped) >= set(prefixes), 5, "all are dropped")
     assert rig.engine.locality(call).host_tokens == 0
     rig.engine.admit([call])
     await rig.finish(call)
@@ -652,7 +673,7 @@ async def test_dropped_host_kv_is_gone_and_said_to_be(rig: Rig) -> None:
 async def test_dropping_a_block_leaves_its_parents(rig: Rig) -> None:
     needs(rig, "host_kv")
     call = await _prompt_and_back(rig)
-    cut = next(b for b in rig.sink.saved.values() if b.tokens == 2 * rig.block_tokens())
+    cut = next(b for b in rig.saved.values() if b.tokens == 2 * rig.block_tokens())
     rig.engine.drop_host_kv([cut.prefix])
     await eventually(lambda: cut.prefix in rig.sink.dropped, 5, "it is dropped")
     assert rig.engine.locality(call).host_tokens == rig.block_tokens()
@@ -671,7 +692,7 @@ async def test_without_finished_kv_a_switch_loses_the_prefix(kind: str) -> None:
         assert (locality.device_tokens, locality.host_tokens) == (0, 0)
         output = await rig.generate(story(3, 120), max_tokens=6)
         assert (output.cached_tokens, output.restored_tokens) == (0, 0)
-        assert not rig.sink.saved
+        assert not rig.saved
 
 
 # --- structured_output --------------------------------------------------------------------------

@@ -61,6 +61,8 @@ CONFIG: Final = SchedulerConfig(
 )
 POLICIES: Final = (
     "talaria",
+    "talaria",  # drawn twice as often: it has the most rules
+    "no-hkvr",
     "no-sp",
     "no-sp+slot_close=protected",
     "talaria+ring=static",
@@ -427,7 +429,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(
-    max_examples=60,
+    max_examples=100,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

@@ -28,7 +28,8 @@ def model(folder: Path) -> ModelText:
 
 
 def allowed(mask: Mask | None) -> list[int]:
-    assert mask is not None and mask.dtype == np.uint32
+    assert mask is not None
+    assert mask.dtype == np.uint32
     assert mask.shape == ((PADDED_VOCAB + 31) // 32,)
     bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
     return [int(token) for token in np.flatnonzero(bits)]
@@ -87,7 +88,8 @@ def test_padding_and_special_tokens_are_never_allowed(model: ModelText) -> None:
         output.push(token)
     inside = allowed(output.allowed_mask())
     assert len(inside) > 90
-    assert min(inside) > END and max(inside) < 259
+    assert min(inside) > END
+    assert max(inside) < 259
 
 
 def test_the_end_token_is_allowed_only_where_the_text_may_end(model: ModelText) -> None:
@@ -103,13 +105,28 @@ def test_the_end_of_the_grammar_wins_over_ignore_eos_and_min_tokens(model: Model
     asked = {"ignore_eos": True, "min_tokens": 50, "max_tokens": 100}
     form = json_schema(an_object(v={"enum": ["a"]}))
     tokens, pieces = generated(model.output(prompt(model, response_format=form, **asked)))
-    assert pieces[-1].is_stopped and len(tokens) == len('{"v": "a"}')
+    assert pieces[-1].is_stopped
+    assert len(tokens) == len('{"v": "a"}')
 
 
 def test_a_cut_output_is_not_stopped(model: ModelText) -> None:
     form = json_schema(an_object(v={"enum": ["abc"]}))
     output = model.output(prompt(model, response_format=form))
     assert not any(piece.is_stopped for piece in fed(output, tokens_of('{"v": "a', model)))
+
+
+@pytest.mark.parametrize(("kind", "start"), [("integer", ""), ("number", ""), ("number", "1.")])
+def test_digits_do_not_go_on_for_ever(model: ModelText, kind: str, start: str) -> None:
+    form = json_schema(an_object(n={"type": kind}))
+    output = model.output(prompt(model, response_format=form))
+    for token in tokens_of('{"n": ' + start, model):
+        output.push(token)
+    (one,) = tokens_of("1", model)
+    digits = 0
+    while one in allowed(output.allowed_mask()):
+        output.push(one)
+        digits += 1
+    assert 5 < digits <= 16
 
 
 def test_a_forced_call_has_arguments_that_fit(model: ModelText, folder: Path) -> None:
@@ -124,11 +141,13 @@ def test_a_forced_call_has_arguments_that_fit(model: ModelText, folder: Path) ->
     output = model.output(made)
     _, pieces = generated(output)
     deltas = [delta for piece in pieces for delta in piece.tool_calls]
-    assert deltas[0].name == "bash" and (deltas[0].id or "").startswith("call_")
+    assert deltas[0].name == "bash"
+    assert (deltas[0].id or "").startswith("call_")
     assert [delta.id for delta in deltas[1:]] == [None] * (len(deltas) - 1)
     assert json.loads("".join(delta.arguments for delta in deltas)) == {"command": "ls -la"}
     assert "".join(piece.text for piece in pieces) == ""
-    assert output.has_tool_calls and pieces[-1].is_stopped
+    assert output.has_tool_calls
+    assert pieces[-1].is_stopped
 
 
 def test_a_required_call_is_one_of_the_tools(model: ModelText) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from talaria_common.errors import Rejected, Unavailable
-from talaria_instance.engine.torch.text import ModelText, Piece
+from talaria_instance.engine.torch.text import ModelText, Piece, find_stop
 from tests.unit.text_models import (
     CONTEXT,
     END,
@@ -42,7 +42,9 @@ def texts(model: ModelText, written: str, **body: Any) -> list[str]:
 
 def test_special_tokens_of_the_template_are_tokens(model: ModelText) -> None:
     tokens = prompt(model).tokens
-    assert tokens[0] == 1 and tokens.count(1) == 3 and tokens.count(END) == 2
+    assert tokens[0] == 1
+    assert tokens.count(1) == 3
+    assert tokens.count(END) == 2
 
 
 def test_a_prompt_that_fills_the_context_is_refused_with_both_counts(model: ModelText) -> None:
@@ -51,6 +53,12 @@ def test_a_prompt_that_fills_the_context_is_refused_with_both_counts(model: Mode
         model.prepare(a_request(), length)
     assert (e.value.code, e.value.param) == ("context_length_exceeded", "messages")
     assert model.prepare(a_request(), length + 1).sampling.max_tokens == 1
+
+
+def test_a_hopelessly_long_prompt_is_refused_by_its_beginning(model: ModelText) -> None:
+    request = a_request(messages=[{"role": "user", "content": "é" * 1000}])
+    with pytest.raises(Rejected, match=r"length is 20 tokens, but your prompt has more than \d+ t"):
+        model.prepare(request, 20)
 
 
 LIMITS = {
@@ -66,7 +74,7 @@ def test_output_is_limited_to_what_the_context_leaves(
     model: ModelText, body: dict[str, Any], expected: int | None
 ) -> None:
     made = prompt(model, **body)
-    assert made.sampling.max_tokens == expected or CONTEXT - len(made.tokens)
+    assert made.sampling.max_tokens == (expected or CONTEXT - len(made.tokens))
 
 
 def test_min_tokens_cannot_exceed_the_limit(model: ModelText) -> None:
@@ -76,11 +84,13 @@ def test_min_tokens_cannot_exceed_the_limit(model: ModelText) -> None:
 def test_sampling_defaults_are_openais(model: ModelText) -> None:
     sampling = prompt(model, temperature=None, top_k=-1).sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (1, 1, 0, None)
-    assert not sampling.ignore_eos and sampling.stop == ()
+    assert not sampling.ignore_eos
+    assert sampling.stop == ()
     asked = {"temperature": 0, "top_p": 0.5, "top_k": 9, "seed": 3, "stop": "a", "ignore_eos": True}
     sampling = prompt(model, **asked).sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (0, 0.5, 9, 3)
-    assert sampling.ignore_eos and sampling.stop == ("a",)
+    assert sampling.ignore_eos
+    assert sampling.stop == ("a",)
 
 
 PROMPTS: dict[str, Any] = {"a text": "abc", "a list of one": ["abc"]}
@@ -89,7 +99,8 @@ PROMPTS: dict[str, Any] = {"a text": "abc", "a list of one": ["abc"]}
 @pytest.mark.parametrize("form", PROMPTS.values(), ids=PROMPTS)
 def test_a_completion_has_no_template(model: ModelText, form: Any) -> None:
     made = model.prepare(a_request("completions", prompt=form), CONTEXT)
-    assert made.tokens == tokens_of("abc", model) and len(made.tokens) == 3
+    assert made.tokens == tokens_of("abc", model)
+    assert len(made.tokens) == 3
     assert made.sampling.max_tokens == 16
 
 
@@ -152,6 +163,12 @@ def test_a_stop_string_ends_the_output_and_is_not_part_of_it(model: ModelText) -
     pieces = fed(output, tokens_of("a\nbSTOPc", model))
     assert "".join(piece.text for piece in pieces) == "a\nb"
     assert [n for n, piece in enumerate(pieces) if piece.is_stopped] == [6, 7]
+
+
+def test_the_stop_string_that_is_complete_first_wins() -> None:
+    assert find_stop("xabcd", ["abcd", "bc"]) == 2
+    assert find_stop("xabcd", ["bcd", "abcd"]) == 1
+    assert find_stop("xabcd", ["y"]) is None
 
 
 def test_the_beginning_of_a_stop_string_is_held_back(model: ModelText) -> None:

@@ -53,7 +53,8 @@ def test_tools_follow_the_callers_system_text() -> None:
 
 def test_tools_are_offered_without_a_system_text_too() -> None:
     text = hermes().render([user("Hi.")], [TOOL])
-    assert text.startswith(f"{SYSTEM}\n\n# Tools\n") and json.dumps(TOOL) in text
+    assert text.startswith(f"{SYSTEM}\n\n# Tools\n")
+    assert json.dumps(TOOL) in text
 
 
 def test_calls_and_results_take_the_hermes_form() -> None:
@@ -111,12 +112,8 @@ DIFFERENT = {
 def test_histories_that_differ_in_calls_differ(
     one: tuple[str, str], other: tuple[str, str]
 ) -> None:
-    assert hermes().render([user("Hi."), called(one)]) != hermes().render(
-        [user("Hi."), called(other)]
-    )
-    assert hermes().render([user("Hi."), called(one)]) != hermes().render(
-        [user("Hi."), called(one, other)]
-    )
+    histories = ([one], [other], [one, other], [other, one], [one, one])
+    assert len({hermes().render([user("Hi."), called(*calls)]) for calls in histories}) == 5
 
 
 def test_broken_arguments_cannot_pose_as_another_call() -> None:
@@ -142,7 +139,8 @@ def test_a_developer_is_a_system_to_templates_that_know_none() -> None:
 
 def test_lone_surrogates_do_not_reach_the_tokenizer() -> None:
     text = hermes().render([user("a\ud83d b\udc00 \ud83d\ude00")], [TOOL | {"x": "\udc00"}])
-    assert "a\ufffd b\ufffd \U0001f600" in text and '"\ufffd"' in text
+    assert "a\ufffd b\ufffd \U0001f600" in text
+    assert '"\ufffd"' in text
 
 
 REFUSED = {
@@ -204,15 +202,18 @@ def test_a_model_brings_its_own_template(tmp_path: Path) -> None:
     }
     for config, expected in (({"chat_template": "c"}, "c"), (named, "d")):
         template = load_template(tmp_path, "", config)
-        assert template is not None and template.render([]) == expected
+        assert template is not None
+        assert template.render([]) == expected
     (tmp_path / "chat_template.jinja").write_text("file")
     template = load_template(tmp_path, "", named)
-    assert template is not None and template.render([]) == "file"
+    assert template is not None
+    assert template.render([]) == "file"
 
 
 def test_an_entry_may_name_a_file(tmp_path: Path) -> None:
     (tmp_path / "mine.jinja").write_text("mine")
     template = load_template(tmp_path, str(tmp_path / "mine.jinja"), {})
-    assert template is not None and template.render([]) == "mine"
+    assert template is not None
+    assert template.render([]) == "mine"
     with pytest.raises(ConfigError, match=r"'hermess'.*hermes"):
         load_template(tmp_path, "hermess", {})

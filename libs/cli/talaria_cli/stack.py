@@ -71,6 +71,7 @@ async def connect(deployment: Deployment, nats_url: str, name: str) -> Bus:
 
 async def build(deployment: Deployment, nats_url: str, name: str, member: str) -> Running:
     """Connect and create one service; it is not started yet."""
+    module = importlib.import_module(f"talaria_{name}.main")
     settings = deployment.settings
     bus = await connect(deployment, nats_url, member)
     body_bus = (
@@ -88,7 +89,6 @@ async def build(deployment: Deployment, nats_url: str, name: str, member: str) -
         ),
         data_dir=deployment.data_dir / member,
     )
-    module = importlib.import_module(f"talaria_{name}.main")
     service: Service = module.create(context)
     return Running(name, member, service, context)
 

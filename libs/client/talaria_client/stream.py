@@ -27,6 +27,7 @@ class CallStream:
     def __init__(self, call_id: str) -> None:
         self.call_id = call_id
         self.is_over = False
+        """The call has ended on its own; else whoever stops listening has to cancel it."""
         self._attempt: int | None = None
         self._next_seq: dict[int, int] = {}
         self._session = ""
@@ -56,7 +57,6 @@ class CallStream:
         """The message is news; raises when some before it are missing."""
         wanted = self._next_seq.get(attempt, 0)
         if seq > wanted:
-            self.is_over = True
             raise Unavailable("connection_lost", f"messages {wanted} to {seq - 1} were lost")
         if seq == wanted:
             self._next_seq[attempt] = seq + 1

@@ -236,7 +236,7 @@ class Admission:
         self._account.close(row, GrantStage.ENDED, now_s)
         self.books.is_load_due = True
         view = self._account.view(row.grant.instance)
-        if view is None or not self._is_usable(view, event.place, row.grant.boot_id):
+        if view is None or not _is_usable(view, event, row.grant.boot_id):
             return None
         candidate = _candidate_on(event, view)
         return Choice(view, PlaceReason.LEASE_IMPLIED, candidate, row.grant.n)
@@ -248,22 +248,12 @@ class Admission:
         if lease is None:
             return None
         view = self._account.instances[lease.instance]
-        is_usable = self._is_usable(view, place, lease.boot_id)
-        stands = is_usable and lease.has_prefix(view, event.home)
+        stands = _is_usable(view, event, lease.boot_id) and lease.has_prefix(view, event.home)
         outcome = LeaseOutcome.CONSUMED if stands else LeaseOutcome.VOIDED
         self.books.end_lease(lease, outcome, now_s)
         if not stands:
             return None
         return Choice(view, PlaceReason.LEASE, _candidate_on(event, view), lease.n)
-
-    def _is_usable(self, view: InstanceView, place: PlaceCall, boot_id: str) -> bool:
-        """The instance may be sent a return: alive, the same boot, not ruled out by this call."""
-        return (
-            view.takes_work
-            and view.boot_id == boot_id
-            and view.instance not in place.excluded
-            and view.instance not in place.ranked_last
-        )
 
     def _accepts(self, view: InstanceView, place: PlaceCall, factor: float, now_s: float) -> bool:
         """Waiting is normal: only a wait, a count or a size beyond its cap is refused."""
@@ -371,6 +361,19 @@ class Admission:
             return False
         self.books.close_session(idle, SessionEnd.EVICTED, now_s)
         return True
+
+
+def _is_usable(view: InstanceView, event: AdmitCall, boot_id: str) -> bool:
+    """The instance may be sent a return: alive, the same boot, not ruled out by this call."""
+    home, place = event.home, event.place
+    is_ill = home is not None and home.instance == view.instance and not home.is_healthy
+    return (
+        view.takes_work
+        and view.boot_id == boot_id
+        and not is_ill
+        and view.instance not in place.excluded
+        and view.instance not in place.ranked_last
+    )
 
 
 def _candidate_on(event: AdmitCall, view: InstanceView) -> Candidate | None:

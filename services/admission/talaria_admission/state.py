@@ -122,11 +122,8 @@ class Lease:
 
     def has_prefix(self, view: InstanceView, home: Home | None) -> bool:
         """The leased prefix is on the instance's device or restorable there, as last told."""
-        if home is not None and home.instance == self.instance:
-            if not home.is_healthy:
-                return False
-            if home.tier in RESTORABLE:
-                return True
+        if home is not None and home.instance == self.instance and home.tier in RESTORABLE:
+            return True
         digests = (self.reply, self.tail.digest if self.tail else b"")
         if any(view.prefixes.get(digest) in RESTORABLE for digest in digests):
             return True

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from talaria_common import bodies, chain, subjects, wire
+from talaria_common import bodies, subjects, wire
 from talaria_common.bus import NoResponders, RequestTimeout
 from talaria_common.errors import InvariantBroken, Rejected, TalariaError, Unavailable
 from talaria_common.wire import (
@@ -28,13 +28,13 @@ from talaria_common.wire import (
     EndReason,
     Granted,
     NotGranted,
-    PlaceCall,
     Refused,
     RunCall,
     StreamMessage,
 )
 from talaria_gateway.account import CANCELLED, FINISHED, Ask, Tally
 from talaria_gateway.attempt import Attempt, Outcome
+from talaria_gateway.placing import ask_router, question
 from talaria_gateway.retry import Retries, RetryReason, error_of
 
 if TYPE_CHECKING:
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 LARGE_BODY_BYTES: Final = 1_000_000
-PAUSE_S: Final = 0.2
-"""Between tries to reach a router that is not there."""
 
 T = TypeVar("T")
 
@@ -184,6 +182,8 @@ class Call(ABC):
                 "a call is placed again",
                 extra={"call": str(attempt.key), "instance": attempt.instance, "reason": reason},
             )
+            if self._retries.pause_s:
+                await self._race(asyncio.sleep(self._retries.pause_s))
 
     def _judged(self, ended: Ended) -> Ended:
         """The end of a finished call; raises what any other end means."""
@@ -207,54 +207,16 @@ class Call(ABC):
         if self._place_began_s is None:
             self._place_began_s = self._now_s()
             self.tally.gateway_s = self._place_began_s - self.ask.arrived_s
-        key = CallKey(self.ask.call_id, self._retries.attempt)
-        payload = wire.encode(self._question(key))
-        for _ in range(self._config.place_tries):
-            try:
-                answer = await self._race(
-                    self._context.bus.request(
-                        subjects.PLACE, payload, timeout_s=self._config.place_timeout_s
-                    )
-                )
-            except NoResponders:
-                await self._race(asyncio.sleep(PAUSE_S))
-                continue
-            except RequestTimeout:
-                continue
-            reply = wire.decode(wire.PLACE_REPLY, answer.payload)
-            match reply:
-                case Granted() if reply.grant.key == key:
-                    self._note_place(reply)
-                    self.granted = self.tally.granted = reply
-                    return reply
-                case NotGranted() if reply.key == key:
-                    self._note_place(reply)
-                    raise self._no_place(reply)
-                case _:
-                    self._calls.unreadable()
-        raise Unavailable("no_instance", "no router answers", retry_after_s=1.0)
-
-    def _question(self, key: CallKey) -> PlaceCall:
-        ask = self.ask
-        return PlaceCall(
-            key=key,
-            model=ask.checked.model,
-            tenant=ask.tenant,
-            session=ask.identity.session,
-            source=ask.identity.source,
-            parent=ask.identity.parent,
-            is_final=ask.identity.is_final,
-            links=tuple(self._links[-chain.LINKS_MAX :]),
-            prompt_bytes=self._links[-1].end_bytes if self._links else 0,
-            max_tokens=ask.checked.max_tokens,
-            excluded=self._retries.excluded,
-            ranked_last=self._retries.ranked_last,
-            arrived_unix_s=ask.arrived_unix_s,
+        place = question(self.ask, self._links, self._retries)
+        reply = await self._race(
+            ask_router(self._context.bus, self._config, place, self._calls.unreadable)
         )
-
-    def _note_place(self, reply: Granted | NotGranted) -> None:
         self.tally.place_s += reply.place_s
         self.tally.admit_s += reply.admit_s
+        if isinstance(reply, NotGranted):
+            raise self._no_place(reply)
+        self.granted = self.tally.granted = reply
+        return reply
 
     def _no_place(self, reply: NotGranted) -> TalariaError:
         """What the caller is told: what the last instance said, where no other is left."""

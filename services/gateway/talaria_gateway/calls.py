@@ -25,6 +25,8 @@ from talaria_gateway.pool import Pool
 _log = logging.getLogger(__name__)
 
 SWEEP_S: Final = 0.25
+LAST_WORDS_S: Final = 0.3
+"""For cancels and accounts that are still to be sent when the gateway stops."""
 TOMBSTONE_S: Final = 60.0
 TOMBSTONES_MAX: Final = 100_000
 CANCEL_AGAIN_S: Final = (0.0, 0.5, 1.0)
@@ -82,6 +84,11 @@ class Calls:
         call.start()
         if call_id in self._cancelled:
             call.cancel()
+
+    @property
+    def is_draining(self) -> bool:
+        """No new calls are taken."""
+        return self._is_draining
 
     def holds(self, call_id: str) -> bool:
         """The call is open here."""
@@ -191,7 +198,7 @@ class Calls:
             await asyncio.wait(tasks, timeout=self.config.drain_s)
 
     async def stop(self) -> None:
-        """End the open calls and send what is left to say, for at most 2 s."""
+        """End the open calls and send what is left to say, within 1.5 s."""
         self._is_draining = True
         calls = list(self._open.values())
         for call in calls:
@@ -201,7 +208,7 @@ class Calls:
         if self._sweeper is not None:
             self._sweeper.cancel()
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=1.0)
+            await asyncio.wait(self._tasks, timeout=LAST_WORDS_S)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

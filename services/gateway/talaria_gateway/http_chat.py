@@ -11,11 +11,11 @@ from starlette.types import Receive, Scope, Send
 
 from talaria_common.clock import Clock
 from talaria_common.errors import Rejected, TalariaError, Unavailable
+from talaria_common.ids import new_ulid
 from talaria_common.wire import Delta, Ended, Endpoint, Granted
 from talaria_gateway import identity, openai
 from talaria_gateway.calls import Calls
 from talaria_gateway.http_call import HttpCall
-from talaria_common.ids import new_ulid
 from talaria_gateway.intake import Intake, too_large
 from talaria_gateway.openai import Frames
 from talaria_gateway.outbox import Event, Failed, Started
@@ -131,8 +131,8 @@ class CallEndpoint:
 
     async def _stream(self, call: HttpCall, send: Send) -> None:
         events = await call.outbox.take(self._config.hold_status_s)
-        if events and isinstance(events[0], Failed):
-            await self._send_error(send, call, events[0].error)
+        if events and isinstance(events[-1], Failed) and not _has_token(events):
+            await self._send_error(send, call, events[-1].error)
             return
         frames = self._frames(call)
         self._remember(call, frames)
@@ -194,6 +194,10 @@ async def _watch(receive: Receive, call: HttpCall) -> None:
         if message["type"] == "http.disconnect":
             call.cancel()
             return
+
+
+def _has_token(events: list[Event]) -> bool:
+    return any(isinstance(event, Delta) for event in events)
 
 
 def _framed(events: list[Event], frames: Frames) -> tuple[bytes, bool]:

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from talaria_common import subjects, wire
 from talaria_common.bus import NoResponders
 from talaria_common.errors import Rejected, TalariaError, Unavailable
+from talaria_common.ids import new_ulid
 from talaria_common.wire import (
     CallKey,
     EndSession,
@@ -26,7 +27,6 @@ from talaria_common.wire import (
 from talaria_gateway import identity, openai
 from talaria_gateway.calls import Calls, bus_down
 from talaria_gateway.http_chat import request_headers
-from talaria_common.ids import new_ulid
 from talaria_gateway.retry import error_of
 
 QUERY_TIMEOUT_S: Final = 2.0
@@ -75,7 +75,9 @@ class Telling:
         return _json(msgspec.json.encode(self._entry(name, known[name])))
 
     def _entry(self, model: str, max_model_len: int) -> dict[str, Any]:
-        return openai.model_object(model, max_model_len, self._started_unix_s)
+        residency = self._calls.pool.residency(model, self._context.clock.now_s())
+        entry = openai.model_object(model, max_model_len, self._started_unix_s)
+        return entry | {"residency": residency}
 
     # --- health and metrics -----------------------------------------------------------------------
 
@@ -95,7 +97,7 @@ class Telling:
         """Why a call would not find its way now; empty if it would."""
         if not self._context.bus.is_connected or not self._context.body_bus.is_connected:
             return ["the message bus is down"]
-        out = []
+        out = ["the gateway is shutting down"] if self._calls.is_draining else []
         if not self._calls.pool.ready(self._context.clock.now_s()):
             out.append("no instance is ready")
         # A call for no model: the router answers that there is none, and nothing else happens.

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from functools import partial
 
 from talaria_common.errors import Rejected, Unavailable
+from talaria_common.ids import new_ulid
 from talaria_common.wire import Endpoint
 from talaria_gateway import identity, json_body, validate
 from talaria_gateway.account import Ask
 from talaria_gateway.calls import Calls
-from talaria_common.ids import new_ulid
 
 
 class Intake:

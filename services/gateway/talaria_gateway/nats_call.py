@@ -29,7 +29,7 @@ from talaria_gateway.retry import RetryReason
 if TYPE_CHECKING:
     from talaria_gateway.calls import Calls
 
-LIFE_EVERY_S: Final = 1.0
+LIFE_EVERY_S: Final = 0.9
 WITHDRAW_EVERY_S: Final = 0.5
 WITHDRAW_S: Final = 3.0
 
@@ -125,12 +125,14 @@ class NatsCall(Call):
         return self.granted.session if self.granted else self.ask.identity.session or ""
 
     async def _show_life(self) -> None:
-        while self._task is not None and not self._task.done():
+        while True:
+            await asyncio.sleep(LIFE_EVERY_S)
+            if self._task is None or self._task.done():
+                return
             attempt = self._attempt
             if attempt is None or attempt.accepted_s is None:
                 key = CallKey(self.ask.call_id, self._retries.attempt)
                 await self._say(Working(key=key, seq=0, state="placing"))
-            await asyncio.sleep(LIFE_EVERY_S)
 
     async def _say(self, message: Message) -> None:
         await self._context.bus.publish(self._inbox, wire.encode_as(message, "json"))

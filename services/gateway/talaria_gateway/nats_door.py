@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Final
 
 from talaria_common import subjects, wire
-from talaria_common.bus import Msg
+from talaria_common.bus import Msg, Subscription
 from talaria_common.errors import Rejected, TalariaError
+from talaria_common.ids import is_ulid, new_ulid
 from talaria_common.service import Context
 from talaria_common.wire import CallKey, Endpoint
 from talaria_gateway import identity
 from talaria_gateway.calls import Calls
-from talaria_common.ids import is_ulid, new_ulid
 from talaria_gateway.intake import Intake
 from talaria_gateway.nats_call import NatsCall, failure
 
@@ -28,13 +28,22 @@ class NatsDoor:
         self._context: Context = calls.context
         self._intake = intake
         self._model_list = model_list
+        self._subscriptions: list[Subscription] = []
 
     async def start(self) -> None:
         """Subscribe, in one queue group with all gateways."""
-        bus = self._context.bus
-        await bus.subscribe(subjects.CHAT, self._on_chat, queue=QUEUE)
-        await bus.subscribe(subjects.COMPLETIONS, self._on_completions, queue=QUEUE)
-        await bus.subscribe(subjects.MODELS, self._on_models, queue=QUEUE)
+        for subject, handler in (
+            (subjects.CHAT, self._on_chat),
+            (subjects.COMPLETIONS, self._on_completions),
+            (subjects.MODELS, self._on_models),
+        ):
+            subscription = await self._context.bus.subscribe(subject, handler, queue=QUEUE)
+            self._subscriptions.append(subscription)
+
+    async def drain(self) -> None:
+        """Leave the queue group: other gateways take what comes."""
+        while self._subscriptions:
+            await self._subscriptions.pop().unsubscribe()
 
     async def _on_chat(self, message: Msg) -> None:
         await self._on_call("chat", message)

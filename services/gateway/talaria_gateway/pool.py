@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from talaria_common.wire import ModelState, Snapshot
+from talaria_common.wire import ModelState, Residency, Snapshot
 
 FRESH_S: Final = 1.5
 """Three heartbeats; an older snapshot is stale (protocols 2)."""
@@ -79,6 +79,16 @@ class Pool:
         A model stays listed while its instances are away: it is not unknown then, only not to be had.
         """
         return dict(self._models)
+
+    def residency(self, model: str, now_s: float) -> dict[str, Residency]:
+        """Where the model's weights are on each instance that is not gone."""
+        return {
+            name: state.residency
+            for name, heard in sorted(self._heard.items())
+            if now_s - heard.at_s <= GONE_S
+            for state in heard.snapshot.models
+            if state.model == model
+        }
 
     def gauges(self, now_s: float) -> dict[str, ModelGauges]:
         """Calls running and waiting per model, over all instances that are not gone."""

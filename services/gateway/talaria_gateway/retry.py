@@ -15,6 +15,8 @@ from talaria_common.wire import ErrorInfo, Refused
 
 ATTEMPTS_MAX: Final = 3
 FREE_MAX: Final = 3
+FREE_PAUSE_S: Final = 0.1
+"""Time for the news of the new boot or leader to reach the router."""
 
 
 class RetryReason(StrEnum):
@@ -41,6 +43,8 @@ class Retries:
         self.attempt = 1
         self.excluded: tuple[str, ...] = ()
         self.ranked_last: tuple[str, ...] = ()
+        self.pause_s = 0.0
+        """To wait before the next attempt."""
         self.last_error: TalariaError | None = None
         """What the latest attempt failed with, for when there is no place left."""
         self._counted = 1
@@ -103,6 +107,7 @@ class Retries:
             return error
         self._counted += 1
         self.attempt += 1
+        self.pause_s = 0.0
         self.last_error = error
         return None
 
@@ -114,4 +119,5 @@ class Retries:
             )
         self._free += 1
         self.attempt += 1
+        self.pause_s = FREE_PAUSE_S
         return None

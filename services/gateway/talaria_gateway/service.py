@@ -42,10 +42,12 @@ class GatewayService:
 
     async def drain(self) -> None:
         """Let open calls end, for at most `drain_s`; new ones are refused."""
+        await self._nats_door.drain()
         await self._calls.drain()
 
     async def stop(self) -> None:
         """End everything at once; idempotent."""
+        await self._nats_door.drain()
         await self._calls.stop()
         await self._server.stop()
 

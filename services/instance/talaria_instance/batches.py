@@ -39,7 +39,7 @@ def ordinary_batch(
         has_room = waiting.call.blocks <= blocks and sequences > 0
         start_s = waiting.start_s(timing)
         if not (has_room or has_engine_to_itself) or (start_s > left_s and is_prefilling):
-            continue
+            break
         batch.append(key)
         is_prefilling = True
         left_s -= start_s

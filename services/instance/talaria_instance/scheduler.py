@@ -157,7 +157,7 @@ class Scheduler:
                 queue.drop(progress.key)
                 slot.finished += is_finished
                 has_moved = True
-        slot.is_stalled = report.stop == "idle" and not has_moved
+        slot.is_stalled = report.stop in ("idle", "bound") and not has_moved
         queue.observe(report)
 
     def _on_switched(self, record: SwitchRecord, now_s: float, out: list[Effect]) -> None:

@@ -51,11 +51,17 @@ class BlockPool:
         self._block: dict[bytes, int] = {}
         self._free = list(range(total))
         self._cached: OrderedDict[int, None] = OrderedDict()
+        self._owned = 0
 
     @property
     def available(self) -> int:
         """Blocks that can be handed out now, cached ones included."""
         return len(self._free) + len(self._cached)
+
+    @property
+    def unowned(self) -> int:
+        """Blocks that no sequence owns: available now, or as soon as their copy has ended."""
+        return self.total - self._owned
 
     @property
     def is_pinned(self) -> bool:
@@ -82,7 +88,7 @@ class BlockPool:
             else:
                 block, _ = self._cached.popitem(last=False)
                 self._forget(block)
-            self._owners[block] = 1
+            self._own(block)
             taken.append(block)
         return taken
 
@@ -90,8 +96,7 @@ class BlockPool:
         """Own one more time the blocks of the longest known prefix of the chain."""
         blocks = [self._block[p] for p in prefixes[: self.cached_blocks(prefixes)]]
         for block in blocks:
-            self._cached.pop(block, None)
-            self._owners[block] += 1
+            self._own(block)
         return blocks
 
     def publish(self, block: int, prefix: bytes) -> int:
@@ -107,8 +112,7 @@ class BlockPool:
             self._block[prefix] = block
             self._prefix[block] = prefix
             return block
-        self._cached.pop(known, None)
-        self._owners[known] += 1
+        self._own(known)
         self.release((block,))
         return known
 
@@ -118,6 +122,7 @@ class BlockPool:
             if self._owners[block] == 0:
                 raise InvariantBroken(f"block {block} was released without an owner")
             self._owners[block] -= 1
+            self._owned -= not self._owners[block]
             self._settle(block)
 
     def pin(self, block: int) -> None:
@@ -135,6 +140,8 @@ class BlockPool:
     def check(self) -> None:
         """Raises InvariantBroken unless each block is in exactly one state."""
         free, cached = set(self._free), set(self._cached)
+        if self._owned != sum(owners > 0 for owners in self._owners):
+            raise InvariantBroken("the count of owned blocks is wrong")
         for block in range(self.total):
             is_idle = not self._owners[block] and not self._pins[block]
             if is_idle != (block in free or block in cached) or (block in free and block in cached):
@@ -144,6 +151,11 @@ class BlockPool:
         for prefix, block in self._block.items():
             if self._prefix[block] != prefix:
                 raise InvariantBroken(f"block {block} stands for a prefix that it does not know")
+
+    def _own(self, block: int) -> None:
+        self._cached.pop(block, None)
+        self._owned += not self._owners[block]
+        self._owners[block] += 1
 
     def _settle(self, block: int) -> None:
         if self._owners[block] or self._pins[block]:

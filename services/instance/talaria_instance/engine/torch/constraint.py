@@ -18,6 +18,7 @@ from llguidance.numpy import fill_next_token_bitmask
 from numpy.typing import NDArray
 
 from talaria_common.errors import Rejected, Unavailable
+from talaria_instance.engine.torch.schema import workable
 from talaria_instance.engine.torch.tool_parser import OPEN
 
 Mask = NDArray[np.uint32]
@@ -139,7 +140,7 @@ def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _lark_json(rule: str, schema: Mapping[str, Any]) -> str:
-    return f"{rule}: %json {json.dumps({**schema, 'x-guidance': _JSON_FORM})}"
+    return f"{rule}: %json {json.dumps({**workable(schema), 'x-guidance': _JSON_FORM})}"
 
 
 def _quoted(text: str) -> str:

@@ -27,7 +27,10 @@ class BlockName:
     model: str
     prefix: bytes
     parent: bytes
+    index: int
+    """Position in its sequence, in blocks."""
     tokens: int
+    """In this block; fewer than a full block only in a private copy."""
     session: str
     is_shared: bool
     """Others may use it; False: it belongs to one paused call."""

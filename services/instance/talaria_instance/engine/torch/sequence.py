@@ -1,8 +1,8 @@
 """One call's state in the engine, and which calls a step takes. Pure.
 
-    waiting ──place──▶ placed (has blocks): prefill ─▶ decode ──▶ over
-       ▲                  │
-       └─ pause, preempt ─┘   tokens, sampler and saved KV stay on the host
+waiting ──place──▶ placed (has blocks): prefill ─▶ decode ──▶ over
+   ▲                  │
+   └─ pause, preempt ─┘   tokens, sampler and saved KV stay on the host
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class RunningCall:
     """Admission order within the engine."""
     prepared: Prepared
     output: Output
+    eos_ids: frozenset[int]
     sampler: TokenSampler
     stream: CallStream
     tokens: list[int]
@@ -58,7 +59,9 @@ class RunningCall:
     """Pinned host copies by block index; the last one may be of a partial block."""
     cached_tokens: int | None = None
     """Prompt tokens that needed no prefill; None until first placed."""
-    is_aborted: bool = False
+    restored_tokens: int = 0
+    """Brought back by its last placing."""
+    restored_s: float = 0.0
 
     @property
     def key(self) -> CallKey:

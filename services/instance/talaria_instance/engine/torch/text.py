@@ -8,7 +8,7 @@ from __future__ import annotations
 import codecs
 import json
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +25,10 @@ from talaria_instance.engine.torch.tool_parser import Parsed, ToolCallParser, he
 
 COMPLETION_MAX_TOKENS: Final = 16
 """Default of /v1/completions, as OpenAI documents it; a chat may use what the context leaves."""
+
+# Real text has three to five. Longer prompts are judged by their beginning: a megabyte takes a
+# second to tokenise, as long as a gateway waits for an answer.
+CHARS_PER_TOKEN_MAX: Final = 16
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,24 +101,19 @@ class ModelText:
         body = request.body
         if request.endpoint == "completions":
             grammar = self._grammars.of_response_format(body.get("response_format"))
-            tokens = self._completion_tokens(body.get("prompt"))
+            tokens = self._completion_tokens(body.get("prompt"), max_model_len)
             has_tools = False
         else:
             forced = self._grammars.of_tool_choice(body.get("tool_choice"), body.get("tools"))
             grammar = forced or self._grammars.of_response_format(body.get("response_format"))
-            tokens = self._chat_tokens(body, grammar.prefix if grammar else "")
+            tokens = self._chat_tokens(body, grammar.prefix if grammar else "", max_model_len)
             may_call = bool(body.get("tools")) and body.get("tool_choice") != "none"
             has_tools = forced is not None or (may_call and grammar is None)
         param = "prompt" if request.endpoint == "completions" else "messages"
         if not tokens:
             raise Rejected("invalid_request", "the prompt has no tokens", param=param)
         if len(tokens) >= max_model_len:
-            raise Rejected(
-                "context_length_exceeded",
-                f"This model's maximum context length is {max_model_len} tokens, "
-                f"but your prompt has {len(tokens)} tokens",
-                param=param,
-            )
+            raise _too_long(max_model_len, str(len(tokens)), param)
         return Prompt(
             tokens=tokens,
             sampling=_sampling(request, max_model_len - len(tokens)),
@@ -127,7 +126,9 @@ class ModelText:
         """A fresh state for the output of `prompt`."""
         return OutputText(prompt, self._vocabulary, self.vocab_size)
 
-    def _chat_tokens(self, body: Mapping[str, Any], prefix: str) -> tuple[int, ...]:
+    def _chat_tokens(
+        self, body: Mapping[str, Any], prefix: str, max_model_len: int
+    ) -> tuple[int, ...]:
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages:
             raise Rejected("invalid_request", "messages must be a list", param="messages")
@@ -140,14 +141,27 @@ class ModelText:
         options = body.get("chat_template_kwargs")
         text = self._template.render(messages, body.get("tools"), options=options)
         # The template has put in every special token that belongs there.
-        return tuple(self._tokenizer.encode(text + prefix, add_special_tokens=False).ids)
+        return self._tokens(text + prefix, max_model_len, "messages", adds_special=False)
 
-    def _completion_tokens(self, prompt: Any) -> tuple[int, ...]:
+    def _tokens(
+        self, text: str, max_model_len: int, param: str, *, adds_special: bool
+    ) -> tuple[int, ...]:
+        """Tokens of a text; one that is hopelessly long is not read to its end."""
+        enough = CHARS_PER_TOKEN_MAX * max_model_len
+        for part in (text[:enough], text) if len(text) > enough else (text,):
+            # The batch call is the one that leaves out offsets, which take most of the time.
+            (encoding,) = self._tokenizer.encode_batch_fast([part], add_special_tokens=adds_special)
+            if len(part) < len(text) and len(encoding.ids) > max_model_len:
+                raise _too_long(max_model_len, f"more than {len(encoding.ids) - 1}", param)
+        return tuple(encoding.ids)
+
+    def _completion_tokens(self, prompt: Any, max_model_len: int) -> tuple[int, ...]:
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
             prompt = prompt[0]
         match prompt:
             case str():
-                return tuple(self._tokenizer.encode(encodable(prompt)).ids)
+                text = encodable(prompt)
+                return self._tokens(text, max_model_len, "prompt", adds_special=True)
             case list() if all(_is_id(i, self.vocab_size) for i in prompt):
                 return tuple(prompt)
         raise Rejected(
@@ -223,13 +237,19 @@ class OutputText:
         if not self._stop or self._tokens <= self._min_tokens:
             return text, False
         text = self._held + text
-        found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
-        if found:
+        cut = find_stop(text, self._stop)
+        if cut is not None:
             self._held = ""
-            return text[: min(found)], True
+            return text[:cut], True
         certain = len(text) - max(held_length(text, stop) for stop in self._stop)
         self._held = text[certain:]
         return text[:certain], False
+
+
+def find_stop(text: str, stops: Sequence[str]) -> int | None:
+    """Where the stop string begins that is complete first, however the text came."""
+    found = [(at + len(stop), at) for stop in stops for at in [text.find(stop)] if at >= 0]
+    return min(found)[1] if found else None
 
 
 class _Vocabulary:
@@ -255,6 +275,15 @@ class _Vocabulary:
             known = self.guidance.decode_bytes([token]) if is_text else b""
             self._known[token] = known
         return known
+
+
+def _too_long(max_model_len: int, count: str, param: str) -> Rejected:
+    return Rejected(
+        "context_length_exceeded",
+        f"This model's maximum context length is {max_model_len} tokens, "
+        f"but your prompt has {count} tokens",
+        param=param,
+    )
 
 
 def _sampling(request: EngineRequest, room: int) -> Sampling:

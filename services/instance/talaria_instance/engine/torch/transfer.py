@@ -57,7 +57,7 @@ class Saver:
             return
         event = None
         if saves[0].source.is_cuda:
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
         with self._changed:
             self._open += len(saves)
@@ -85,7 +85,7 @@ class Saver:
         while (job := self._jobs.get()) is not None:
             saves, event = job
             if event is not None and stream is None:
-                stream = torch.cuda.Stream()
+                stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             for start in range(0, len(saves), BATCH):
                 self._save(saves[start : start + BATCH], event, stream)
 

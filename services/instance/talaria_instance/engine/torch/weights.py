@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 
 ALIGN_BYTES: Final = 256
 SAMPLE_BYTES: Final = 1 << 20
+PROGRESS_S: Final = 2.0
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -80,10 +82,12 @@ def load_image(
             for file in files:
                 handle = stack.enter_context(safe_open(file, framework="pt"))
                 tensors.update(dict.fromkeys(handle.keys(), handle))
-            for n, part in enumerate(layout.parts):
+            told_s = time.monotonic()
+            for part in layout.parts:
                 _fill(views[part.name], part, tensors, folder)
-                if (n + 1) * 10 // len(layout.parts) > n * 10 // len(layout.parts):
-                    log.info("%s: %d %% loaded", folder.name, (n + 1) * 100 // len(layout.parts))
+                if time.monotonic() - told_s > PROGRESS_S:
+                    told_s = time.monotonic()
+                    log.info("%s: %d %% read", folder.name, part.offset * 100 // layout.nbytes)
     except (OSError, SafetensorError) as error:
         raise Unavailable("model_failed", f"{folder}: cannot read weights: {error}") from error
     return image
@@ -142,9 +146,7 @@ def _parts(spec: ModelSpec) -> Iterator[Part]:
         attention = at + "self_attn."
         qkv = tuple(f"{attention}{x}_proj" for x in "qkv")
         yield Part(own + "norm_in", (hidden,), (at + "input_layernorm.weight",))
-        yield Part(
-            own + "qkv", (query + 2 * key, hidden), tuple(f"{name}.weight" for name in qkv)
-        )
+        yield Part(own + "qkv", (query + 2 * key, hidden), tuple(f"{name}.weight" for name in qkv))
         if spec.has_qkv_bias:
             yield Part(own + "qkv_bias", (query + 2 * key,), tuple(f"{x}.bias" for x in qkv))
         if spec.has_qk_norm:

@@ -1,0 +1,83 @@
+"""Settings of an instance. Pure."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from talaria_instance.rounds import SchedulerConfig
+
+Positive = Annotated[float, Meta(gt=0)]
+AtLeastOne = Annotated[int, Meta(ge=1)]
+
+
+class InstanceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[instance]`; the engines' own settings are `[instance.torch]` and `[instance.fake]`."""
+
+    engine: Literal["auto", "torch", "fake"] = "auto"
+    """auto: the one that the models of the catalogue name."""
+    torch: dict[str, Any] = {}
+    """The torch engine's settings, see its config module."""
+    fake: dict[str, Any] = {}
+    """The fake engine's settings, see its module."""
+
+    t_ttft_s: Positive = 10.0
+    """Time to first token that rounds are planned for."""
+    gamma: Annotated[float, Meta(gt=0, lt=1)] = 0.85
+    """Share of `t_ttft_s` that one round may take."""
+    t_tpot_s: Positive = 0.1
+    """Time per output token that decode is protected for."""
+    slot_min_s: Positive = 0.5
+    """Shortest slot, however many models have work."""
+    sp_check_every: AtLeastOne = 8
+    """Decode iterations between two looks at who has returned."""
+    batch_max: AtLeastOne = 32
+    """Sequences of one model that the engine holds at a time."""
+    prefill_tokens_max: AtLeastOne = 8192
+    """Prompt tokens computed in one run."""
+    sp_prefill_tokens_max: AtLeastOne = 8192
+    """Prompt tokens that one session-prefill may add."""
+
+    queued_calls_max: AtLeastOne = 256
+    """Calls that wait; above, runs are refused as `full`."""
+    queued_bytes_max: AtLeastOne = 512_000_000
+    """Bytes of the bodies that wait."""
+    body_wait_s: Positive = 3.0
+    """Wait for the last parts of a large body."""
+    drain_s: Positive = 30.0
+    """Time that accepted calls get to end when the instance drains."""
+    tombstone_s: Positive = 60.0
+    """How long a cancelled attempt is remembered."""
+    ended_kept_s: Positive = 10.0
+    """How long an ended attempt is listed in snapshots."""
+    outcomes_max: AtLeastOne = 10_000
+    """Answers remembered for repeated runs."""
+
+    snapshot_every_s: Positive = 0.5
+    """Heartbeat."""
+    snapshot_gap_s: Positive = 0.1
+    """Least time between two snapshots."""
+    prefixes_max: AtLeastOne = 256
+    """Sessions whose last prompt is reported as a held prefix."""
+    coalesce_s: Positive = 0.015
+    """Tokens of one stream within this time travel in one message."""
+    working_every_s: Positive = 0.8
+    """Longest silence of a stream."""
+    engine_silent_s: Positive = 60.0
+    """An engine command that takes longer makes the instance not ready."""
+
+    @property
+    def scheduler(self) -> SchedulerConfig:
+        """The part that the scheduler reads."""
+        return SchedulerConfig(
+            t_ttft_s=self.t_ttft_s,
+            gamma=self.gamma,
+            t_tpot_s=self.t_tpot_s,
+            slot_min_s=self.slot_min_s,
+            sp_check_every=self.sp_check_every,
+            batch_max=self.batch_max,
+            prefill_tokens_max=self.prefill_tokens_max,
+            sp_prefill_tokens_max=self.sp_prefill_tokens_max,
+        )
