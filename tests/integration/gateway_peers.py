@@ -103,7 +103,7 @@ class Emitter:
 
     def _number(self) -> int:
         self.seq += 1
-        return self.seq - 1
+        return self.seq
 
 
 Script = Callable[[Emitter], Awaitable[None]]

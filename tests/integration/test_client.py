@@ -151,13 +151,13 @@ async def test_the_first_tokens_attempt_is_kept_to() -> None:
             return wire.Ended(key=key, seq=seq, reason=reason, finish_reason="stop")
 
         for out in (
-            Working(key=first, seq=0, state="queued"),
-            ended(first, 1, EndReason.SUPERSEDED),
-            Delta(key=second, seq=0, text="a"),
-            Delta(key=first, seq=2, text="WRONG"),
-            ended(first, 3, EndReason.FINISHED),
-            Delta(key=second, seq=1, text="b"),
-            ended(second, 2, EndReason.FINISHED),
+            Working(key=first, seq=1, state="queued"),
+            ended(first, 2, EndReason.SUPERSEDED),
+            Delta(key=second, seq=1, text="a"),
+            Delta(key=first, seq=3, text="WRONG"),
+            ended(first, 4, EndReason.FINISHED),
+            Delta(key=second, seq=2, text="b"),
+            ended(second, 3, EndReason.FINISHED),
         ):
             await bus.publish(message.reply, wire.encode_as(out, "json"))
 

@@ -333,10 +333,7 @@ async def test_a_continuation_reuses_its_whole_earlier_prompt(rig: Rig) -> None:
         await rig.finish(call)
         cached = rig.output(call).cached_tokens
         assert cached is not None
-        # The template may close the reply's opening differently, hence one block less.
-        assert cached >= rig.aligned(earlier_tokens) - rig.block_tokens() or not turn
-        if turn:
-            assert cached > 0
+        assert cached >= earlier_tokens // rig.block_tokens() * rig.block_tokens()
         earlier_tokens = call.prompt_tokens
         reply = {"role": "assistant", "content": rig.output(call).text}
         messages = [*messages, reply, {"role": "user", "content": f"Go on, {turn}."}]

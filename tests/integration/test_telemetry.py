@@ -51,7 +51,7 @@ def write_session(gateway: Telemetry, admission: Telemetry, instance: Telemetry)
 
 def test_a_session_is_one_tree_across_services() -> None:
     with OtlpSink() as sink:
-        services = [a_telemetry(sink.endpoint, name) for name in ("gateway", "admission", "i")]
+        services = [a_telemetry(sink.url, name) for name in ("gateway", "admission", "i")]
         write_session(*services)
         services[1].spans.session_root("t", "s", T0, T0 + 3, {attributes.SCT_S: 3.0})
         for telemetry in services:
@@ -79,7 +79,7 @@ def test_a_session_is_one_tree_across_services() -> None:
 
 def test_a_running_session_lacks_its_root_alone() -> None:
     with OtlpSink() as sink:
-        services = [a_telemetry(sink.endpoint, name) for name in ("gateway", "admission", "i")]
+        services = [a_telemetry(sink.url, name) for name in ("gateway", "admission", "i")]
         write_session(*services)
         for telemetry in services:
             telemetry.close()
@@ -91,7 +91,7 @@ def test_a_running_session_lacks_its_root_alone() -> None:
 def test_spans_repeat_to_the_same_ids() -> None:
     with OtlpSink() as sink:
         for _ in range(2):
-            telemetry = a_telemetry(sink.endpoint)
+            telemetry = a_telemetry(sink.url)
             telemetry.spans.part("t", "s", KEY, "queue", T0, T0 + 1, {})
             telemetry.spans.part("t", "s", KEY, "queue", T0 + 2, T0 + 3, {})
             telemetry.close()
@@ -101,7 +101,7 @@ def test_spans_repeat_to_the_same_ids() -> None:
 
 def test_an_error_attribute_marks_the_span() -> None:
     with OtlpSink() as sink:
-        telemetry = a_telemetry(sink.endpoint)
+        telemetry = a_telemetry(sink.url)
         telemetry.spans.call("t", "s", KEY, "chat", T0, T0, {attributes.ERROR_TYPE: "overloaded"})
         telemetry.spans.part("t", "s", KEY, "queue", T0, T0 - 1, {attributes.ERROR_TYPE: None})
         telemetry.close()
@@ -113,9 +113,7 @@ def test_an_error_attribute_marks_the_span() -> None:
 
 def test_sampling_keeps_or_drops_whole_sessions() -> None:
     with OtlpSink() as sink:
-        services = [
-            a_telemetry(sink.endpoint, name, sample_ratio=0.3) for name in ("gateway", "router")
-        ]
+        services = [a_telemetry(sink.url, name, sample_ratio=0.3) for name in ("gateway", "router")]
         for n in range(200):
             for telemetry in services:
                 telemetry.spans.part("t", f"s{n}", KEY, telemetry_name(telemetry), T0, T0, {})

@@ -374,4 +374,4 @@ class AdmissionMachine(RuleBasedStateMachine):
 
 
 TestAdmission = AdmissionMachine.TestCase
-TestAdmission.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+TestAdmission.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
 import signal
 import sys
@@ -18,7 +19,7 @@ from talaria_cli.failure import CommandFailed
 
 READY: Final = re.compile(r"^talaria ready url=(\S+) nats=(\S+)")
 START_WITHIN_S: Final = 300.0
-STOP_WITHIN_S: Final = 45.0
+STOP_WITHIN_S: Final = 60.0
 """Longer than a drain."""
 LOG_LINES: Final = 15
 
@@ -49,7 +50,7 @@ class FreshStack:
 
     async def __aenter__(self) -> FreshStack:
         command = [sys.executable, "-m", "talaria_cli.main", "up", "--port", "0"]
-        command += ["--data", self._folder.name, *self._arguments]
+        command += ["--data", self._folder.name, "--parent", str(os.getpid()), *self._arguments]
         try:
             with self.log_path.open("wb") as log:
                 self._process = await asyncio.create_subprocess_exec(
@@ -57,7 +58,7 @@ class FreshStack:
                     stdout=asyncio.subprocess.PIPE,
                     stderr=log,
                     env=self._env,
-                    process_group=0,
+                    start_new_session=True,
                 )
             self._reader = asyncio.create_task(self._read(self._process))
             await self._wait_ready(self._process)

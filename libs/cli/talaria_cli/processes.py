@@ -1,6 +1,6 @@
 """One child process per service: started, watched, restarted with a back-off, stopped. IO.
 
-A child is `talaria serve NAME --member MEMBER ...` in a process group of its own, so that a
+A child is `talaria serve NAME --member MEMBER ...` in a session of its own, so that a
 terminal's Ctrl-C reaches only the supervisor, which then stops its children in order. A child
 dies with its parent.
 """
@@ -26,7 +26,7 @@ BACKOFF_FIRST_S: Final = 0.5
 BACKOFF_MAX_S: Final = 10.0
 STEADY_S: Final = 30.0
 """A child that lived for so long starts again with the first back-off."""
-STOP_S: Final = 25.0
+STOP_S: Final = 45.0
 """From SIGTERM to SIGKILL; longer than a service drains."""
 SERVING: Final = b"talaria serving "
 """First words of the line by which a child says that it is ready."""
@@ -67,7 +67,7 @@ class Child:
 
     async def _run_once(self) -> int:
         process = await asyncio.create_subprocess_exec(
-            *self._command, stdout=asyncio.subprocess.PIPE, env=self._env, process_group=0
+            *self._command, stdout=asyncio.subprocess.PIPE, env=self._env, start_new_session=True
         )
         self._process = process
         assert process.stdout is not None

@@ -4,7 +4,7 @@
 
 The call may be placed again before its first token, so messages of several attempts can come. The
 caller keeps to the attempt of its first token. Instances number all messages of an attempt from
-0; the gateway's own (CallStarted, Working "placing", Ended with an error) have no number.
+1; the gateway's own (CallStarted, Working "placing", Ended with an error) have no number.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class CallStream:
 
     def _count(self, attempt: int, seq: int) -> bool:
         """The message is news; raises when some before it are missing."""
-        wanted = self._next_seq.get(attempt, 0)
+        wanted = self._next_seq.get(attempt, 1)
         if seq > wanted:
             raise Unavailable("connection_lost", f"messages {wanted} to {seq - 1} were lost")
         if seq == wanted:

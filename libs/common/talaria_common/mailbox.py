@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from talaria_common.bus import Handler, Msg
+from talaria_common.bus import BusDown, Handler, Msg
 
 _log = logging.getLogger(__name__)
 
@@ -88,6 +88,9 @@ class Mailbox:
             if task is not None and task.cancelling():
                 raise
             self._report(message)
+        except BusDown as error:  # an answer that cannot go out; the loss itself has been told
+            self._on_error()
+            _log.debug("handler lost the bus: %s", error, extra={"subject": message.subject})
         except Exception:  # the one place where a handler's mistakes end
             self._report(message)
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, overload
 
 import msgspec
 
@@ -23,9 +23,17 @@ EARLY_S: Final = 0.001
 """How much a child may start before its parent: the rounding of two services' wall clocks."""
 
 
+@overload
 async def eventually(
-    check: Callable[[], T | Awaitable[T]], within_s: float = 5.0, why: str = "condition"
-) -> T:
+    check: Callable[[], Awaitable[T]], within_s: float = 5.0, why: str = "condition"
+) -> T: ...
+@overload
+async def eventually(
+    check: Callable[[], T], within_s: float = 5.0, why: str = "condition"
+) -> T: ...
+async def eventually(
+    check: Callable[[], Any], within_s: float = 5.0, why: str = "condition"
+) -> Any:
     """The first true value of `check`, asked each 10 ms; AssertionError with `why` after `within_s`.
 
     An AssertionError of `check` counts as not yet.
@@ -97,7 +105,7 @@ class OtlpSink:
         self._thread.start()
 
     @property
-    def endpoint(self) -> str:
+    def url(self) -> str:
         """What goes into `[telemetry] otlp_endpoint`."""
         return f"http://127.0.0.1:{self._server.server_address[1]}"
 

@@ -336,6 +336,7 @@ class Working(Message, frozen=True, kw_only=True, tag="working"):
 
     key: CallKey
     seq: Count
+    """An instance numbers all stream messages of an attempt from 1; a gateway's own have 0."""
     state: Literal["placing", "queued", "paused", "running"] = "queued"
 
 

@@ -13,20 +13,22 @@ Outcome: TypeAlias = Ended | Refused | RetryReason
 
 
 class Attempt:
-    """What is known of the attempt now; the stream's messages are numbered from 0."""
+    """What is known of the attempt now; the stream's messages are numbered from 1."""
 
-    def __init__(self, granted: Granted, inbox: str, now_s: float) -> None:
+    def __init__(self, granted: Granted, inbox: str, now_s: float, patience_s: float) -> None:
         loop = asyncio.get_running_loop()
         self.granted = granted
         self.inbox = inbox
         self.sent_s = now_s
         self.heard_s = now_s
         self.accepted_s: float | None = None
+        self.patience_s = patience_s
         self.has_token = False
         self.is_probed = False
         self.accepted: asyncio.Future[None] = loop.create_future()
+        self.unanswered: asyncio.Future[None] = loop.create_future()
         self.over: asyncio.Future[Outcome] = loop.create_future()
-        self._next_seq = 0
+        self._next_seq = 1
 
     @property
     def key(self) -> CallKey:
@@ -39,6 +41,12 @@ class Attempt:
     @property
     def boot_id(self) -> str:
         return self.granted.grant.boot_id
+
+    def wait(self, seconds: float) -> None:
+        """So much of the time for an answer is over; without any left the outcome is unknown."""
+        self.patience_s -= seconds
+        if self.patience_s <= 0 and not self.unanswered.done():
+            self.unanswered.set_result(None)
 
     def accept(self, now_s: float) -> bool:
         """The instance has the call; True the first time."""

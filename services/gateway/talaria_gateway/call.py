@@ -42,7 +42,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+SWEEP_S: Final = 0.25
 LARGE_BODY_BYTES: Final = 1_000_000
+ANSWER_WITHIN_S: Final = 30.0
+"""Bound of the request itself; the attempt's patience ends long before."""
 
 T = TypeVar("T")
 
@@ -85,9 +88,14 @@ class Call(ABC):
         self.stop(Rejected(CANCELLED, "the call was cancelled"))
 
     def check(self, now_s: float) -> None:
-        """Look after the running attempt: lost instances, silence."""
+        """Look after the running attempt, each `SWEEP_S`: no answer, lost instances, silence."""
         attempt = self._attempt
-        if attempt is None or attempt.accepted_s is None or attempt.over.done():
+        if attempt is None or attempt.over.done():
+            return
+        if attempt.accepted_s is None:
+            # Counted in sweeps: the time in which this process itself was stuck is not held
+            # against the instance, whose answer may be waiting behind it.
+            attempt.wait(SWEEP_S)
             return
         if self._calls.pool.has_restarted(attempt.instance, attempt.boot_id):
             attempt.end(RetryReason.INSTANCE_LOST)
@@ -118,8 +126,8 @@ class Call(ABC):
         """An instance has the call."""
 
     @abstractmethod
-    async def _after_no_answer(self, attempt: Attempt) -> Outcome | None:
-        """The run was not answered: how the attempt ended, or None if it goes on."""
+    async def _after_no_answer(self, attempt: Attempt) -> Accepted | RetryReason:
+        """The run was not answered: whether it goes on or how it ended."""
 
     @abstractmethod
     def _on_finished(self, ended: Ended) -> None:
@@ -229,27 +237,27 @@ class Call(ABC):
 
     def _begin(self, granted: Granted) -> Attempt:
         fields = self._run_fields(granted.grant.key)
-        attempt = self._attempt = Attempt(granted, fields["inbox"], self._now_s())
+        is_large = len(self.ask.checked.raw) > LARGE_BODY_BYTES
+        patience_s = (
+            self._config.accept_timeout_large_s if is_large else self._config.accept_timeout_s
+        )
+        attempt = self._attempt = Attempt(granted, fields["inbox"], self._now_s(), patience_s)
         self.tally.attempts = granted.grant.key.attempt
         return attempt
 
     async def _run(self, attempt: Attempt) -> Outcome:
         sending = asyncio.ensure_future(self._send(attempt))
         try:
-            await self._race_any(sending, attempt.accepted)
+            await self._race_any(sending, attempt.accepted, attempt.unanswered)
+            if attempt.accepted_s is None:
+                answer = sending.result() if sending.done() else RetryReason.NO_ANSWER
+                if answer is RetryReason.NO_ANSWER:
+                    answer = await self._race(self._after_no_answer(attempt))
+                if not isinstance(answer, Accepted):
+                    return answer
+                self._accept(attempt)
         finally:
             _drop(sending)
-        if attempt.accepted_s is None:
-            match sending.result():
-                case Accepted():
-                    self._accept(attempt)
-                case RetryReason.NO_ANSWER:
-                    outcome = await self._race(self._after_no_answer(attempt))
-                    if outcome is not None:
-                        return outcome
-                    self._accept(attempt)
-                case outcome:
-                    return outcome
         await self._race_any(attempt.over)
         return attempt.over.result()
 
@@ -276,13 +284,9 @@ class Call(ABC):
         )
         for part in parts:
             await bus.publish(subjects.body_part(grant.instance), wire.encode(part))
-        is_large = len(raw) > LARGE_BODY_BYTES
-        timeout_s = (
-            self._config.accept_timeout_large_s if is_large else self._config.accept_timeout_s
-        )
         try:
             answer = await bus.request(
-                subjects.run(grant.instance), wire.encode(run), timeout_s=timeout_s
+                subjects.run(grant.instance), wire.encode(run), timeout_s=ANSWER_WITHIN_S
             )
         except NoResponders:
             return RetryReason.NO_RESPONDERS

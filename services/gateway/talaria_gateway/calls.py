@@ -17,14 +17,13 @@ from talaria_common.errors import TalariaError, Unavailable
 from talaria_common.service import Context
 from talaria_common.wire import CallKey, CancelAttempt, CancelCall
 from talaria_gateway.account import Account
-from talaria_gateway.call import Call
+from talaria_gateway.call import SWEEP_S, Call
 from talaria_gateway.config import GatewayConfig
 from talaria_gateway.nats_call import NatsCall
 from talaria_gateway.pool import Pool
 
 _log = logging.getLogger(__name__)
 
-SWEEP_S: Final = 0.25
 LAST_WORDS_S: Final = 0.3
 """For cancels and accounts that are still to be sent when the gateway stops."""
 TOMBSTONE_S: Final = 60.0

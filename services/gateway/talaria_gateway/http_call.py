@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 from talaria_common import wire
 from talaria_common.bus import Msg, Subscription
 from talaria_common.errors import TalariaError, Unavailable
-from talaria_common.wire import CallKey, Delta, Ended, Granted
+from talaria_common.wire import Accepted, CallKey, Delta, Ended, Granted
 from talaria_gateway.account import Ask
-from talaria_gateway.attempt import Attempt, Outcome
+from talaria_gateway.attempt import Attempt
 from talaria_gateway.call import Call
 from talaria_gateway.outbox import Failed, Outbox, Started
 from talaria_gateway.retry import RetryReason
@@ -50,7 +50,7 @@ class HttpCall(Call):
             self._is_started = True
             self.outbox.put(Started(attempt.granted))
 
-    async def _after_no_answer(self, attempt: Attempt) -> Outcome | None:
+    async def _after_no_answer(self, attempt: Attempt) -> Accepted | RetryReason:
         return RetryReason.NO_ANSWER
 
     def _on_finished(self, ended: Ended) -> None:

@@ -9,6 +9,7 @@ from talaria_common import subjects, wire
 from talaria_common.bus import NoResponders, RequestTimeout
 from talaria_common.errors import TalariaError, Unavailable
 from talaria_common.wire import (
+    Accepted,
     CallKey,
     CallStarted,
     Ended,
@@ -22,7 +23,7 @@ from talaria_common.wire import (
     Working,
 )
 from talaria_gateway.account import CANCELLED, Ask
-from talaria_gateway.attempt import Attempt, Outcome
+from talaria_gateway.attempt import Attempt
 from talaria_gateway.call import Call
 from talaria_gateway.retry import RetryReason
 
@@ -85,12 +86,12 @@ class NatsCall(Call):
     def _on_accepted(self, attempt: Attempt) -> None:
         """The instance speaks to the caller from here on."""
 
-    async def _after_no_answer(self, attempt: Attempt) -> Outcome | None:
+    async def _after_no_answer(self, attempt: Attempt) -> Accepted | RetryReason:
         payload = wire.encode(Withdraw(key=attempt.key))
         end_s = self._now_s() + WITHDRAW_S
         while self._now_s() < end_s:
             if attempt.accepted_s is not None:
-                return None
+                return Accepted(key=attempt.key)
             try:
                 answer = await self._context.bus.request(
                     subjects.attempt(attempt.instance), payload, timeout_s=WITHDRAW_EVERY_S
@@ -105,7 +106,7 @@ class NatsCall(Call):
                 await asyncio.sleep(WITHDRAW_EVERY_S)
             elif withdrawn.outcome == "tokens":
                 self._note_token(attempt)
-                return None
+                return Accepted(key=attempt.key)
             else:
                 return RetryReason.NO_ANSWER
         raise Unavailable(

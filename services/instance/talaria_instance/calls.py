@@ -75,8 +75,6 @@ class Call:
     body_bytes: int
     asked_by: list[str] = field(default_factory=list)
     """Reply subjects of the run and its repeats, while under check."""
-    is_withdrawn: bool = False
-    """Cancelled while under check."""
     prepared: EngineCall | None = None
     ledger: Ledger | None = None
     """From acceptance on."""

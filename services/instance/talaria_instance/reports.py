@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 from talaria_common import attributes as names
@@ -22,10 +23,17 @@ from talaria_instance.scheduler import Scheduler
 SLOT_BUCKETS_S: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 
 
+@dataclass(frozen=True)
+class Place:
+    """Who this instance is."""
+
+    instance: str
+    boot_id: str
+
+
 def a_snapshot(
+    place: Place,
     *,
-    instance: str,
-    boot_id: str,
     version: int,
     is_ready: bool,
     facts: EngineFacts,
@@ -42,8 +50,8 @@ def a_snapshot(
         remaining_s = slot.left_s(now_s, queue.timing.switch_s)
         slot_state = SlotState(model=slot.model, phase=slot.phase(queue), remaining_s=remaining_s)
     return Snapshot(
-        instance=instance,
-        boot_id=boot_id,
+        instance=place.instance,
+        boot_id=place.boot_id,
         version=version,
         epoch_seen=book.epoch_seen,
         engine=facts.engine,
@@ -179,9 +187,9 @@ class InstanceMetrics:
 class CallSpans:
     """The parts of a call as spans below its own (the gateway writes that one)."""
 
-    def __init__(self, telemetry: Telemetry, instance: str, boot_id: str) -> None:
+    def __init__(self, telemetry: Telemetry, place: Place) -> None:
         self._spans = telemetry.spans
-        self._place = {names.INSTANCE: instance, names.BOOT: boot_id}
+        self._place = {names.INSTANCE: place.instance, names.BOOT: place.boot_id}
 
     def ended(self, call: Call, offset_s: float) -> None:
         """Write where the time of a call went; `offset_s` is wall clock minus monotonic clock."""

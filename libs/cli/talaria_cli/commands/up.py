@@ -21,7 +21,7 @@ from talaria_cli.stack import Stack, members
 
 READY_WITHIN_S: Final = 60.0
 """From the last service's start to the gateway's yes."""
-DRAIN_WITHIN_S: Final = 30.0
+DRAIN_WITHIN_S: Final = 40.0
 
 
 def add(subparsers: Any) -> None:
@@ -39,12 +39,15 @@ def add(subparsers: Any) -> None:
     )
     parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")
     parser.add_argument("--port", type=int, help="HTTP port (default 8080; 0: any free one)")
+    parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     deployments.add_arguments(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal comes."""
+    if args.parent is not None:
+        lifetime.die_with_parent(args.parent)
     if args.instances < 1:
         raise UsageError("--instances must be at least 1")
     deployment = deployments.resolve(args, host=args.host, port=args.port)
