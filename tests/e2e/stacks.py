@@ -36,7 +36,9 @@ class Stack:
 
     def child(self, *words: str) -> int:
         """Pid of the one live descendant whose command line holds all `words`."""
-        found = [pid for pid, line in descendants(self.process.pid) if all(w in line for w in words)]
+        found = [
+            pid for pid, line in descendants(self.process.pid) if all(w in line for w in words)
+        ]
         assert len(found) == 1, (words, found, descendants(self.process.pid))
         return found[0]
 
@@ -116,6 +118,8 @@ def running(
                 process.kill()
                 process.wait()
             reader.join(5)
+            if process.stdout is not None:
+                process.stdout.close()
 
 
 def eventually(check: Callable[[], Any], within_s: float, why: str) -> Any:

@@ -44,7 +44,12 @@ BAD: dict[str, tuple[bytes, int, str, str | None]] = {
         "context_length_exceeded",
         "messages",
     ),
-    "20 MB": (_json(messages=[{"role": "user", "content": "x" * 20_000_000}]), 413, "too_large", None),
+    "20 MB": (
+        _json(messages=[{"role": "user", "content": "x" * 20_000_000}]),
+        413,
+        "too_large",
+        None,
+    ),
     "lone surrogate": (
         _json(messages=[{"role": "user", "content": "\ud83d"}]),
         400,
@@ -52,12 +57,23 @@ BAD: dict[str, tuple[bytes, int, str, str | None]] = {
         "messages",
     ),
     "tool message without id": (
-        _json(messages=[*HI, {"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "a"}]),
+        _json(
+            messages=[
+                *HI,
+                {"role": "assistant", "tool_calls": [CALL]},
+                {"role": "tool", "content": "a"},
+            ]
+        ),
         400,
         "invalid_request",
         "messages[2].tool_call_id",
     ),
-    "unsupported parameter": (_json(logit_bias={"1": 5}), 400, "unsupported_parameter", "logit_bias"),
+    "unsupported parameter": (
+        _json(logit_bias={"1": 5}),
+        400,
+        "unsupported_parameter",
+        "logit_bias",
+    ),
 }
 
 
@@ -74,7 +90,9 @@ def test_bad_input_is_refused_by_name_and_disturbs_nobody(stack: Stack, stream: 
         running_body = chat_body(model, "Story.", max_tokens=400, ignore_eos=True, stream=True)
 
         def read() -> tuple[int, str]:
-            with stack.http(60).stream("POST", "/v1/chat/completions", json=running_body) as response:
+            with stack.http(60).stream(
+                "POST", "/v1/chat/completions", json=running_body
+            ) as response:
                 got = list(events(response))
             return len(got), str(got[-1])
 
@@ -99,7 +117,11 @@ def test_over_the_context_names_both_counts(stack: Stack) -> None:
         entry = http.get("/v1/models").json()["data"][0]
         body = chat_body(entry["id"], "word " * 20_000)
         message = http.post("/v1/chat/completions", json=body).json()["error"]["message"]
-        numbers = [int(word) for word in message.replace(",", " ").replace(".", " ").split() if word.isdigit()]
+        numbers = [
+            int(word)
+            for word in message.replace(",", " ").replace(".", " ").split()
+            if word.isdigit()
+        ]
         assert entry["max_model_len"] in numbers
         assert any(n > entry["max_model_len"] for n in numbers)
 
@@ -108,7 +130,9 @@ def test_a_body_just_below_the_limit_arrives_whole(stack: Stack) -> None:
     with stack.http(60) as http:
         model = http.get("/v1/models").json()["data"][0]["id"]
         filler = {"padding": "x" * 6_000_000}
-        answer = http.post("/v1/chat/completions", json=chat_body(model, "Hi.", max_tokens=1, metadata=filler))
+        answer = http.post(
+            "/v1/chat/completions", json=chat_body(model, "Hi.", max_tokens=1, metadata=filler)
+        )
         assert answer.status_code == 200, answer.text[:300]
 
 
@@ -117,7 +141,16 @@ def test_the_port_of_another_server_is_a_clear_message(stack: Stack) -> None:
     import sys
 
     port = httpx.URL(stack.url).port
-    command = [sys.executable, "-m", "talaria_cli.main", "up", "--engine", "fake", "--port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "talaria_cli.main",
+        "up",
+        "--engine",
+        "fake",
+        "--port",
+        str(port),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert str(port) in done.stderr

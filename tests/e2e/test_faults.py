@@ -14,7 +14,6 @@ import httpx
 import pytest
 
 from talaria_common.testing import OtlpSink, tree_problems
-
 from tests.e2e.stacks import Stack, chat_body, descendants, events, eventually, running
 
 
@@ -53,10 +52,8 @@ def test_a_killed_instance_ends_its_stream_and_its_session_goes_on_elsewhere(
             home = _session(http, "survivor")["instance"]
             os.kill(stack.child("serve", "instance", home), signal.SIGKILL)
             rest = list(stream)
-        assert isinstance(rest[-1], dict) and rest[-1]["error"]["code"] in {
-            "instance_lost",
-            "connection_lost",
-        }, rest[-1]
+        assert isinstance(rest[-1], dict), rest[-1]
+        assert rest[-1]["error"]["code"] in {"instance_lost", "connection_lost"}
         again = http.post(
             "/v1/chat/completions", json=chat_body(model, "Go on.", max_tokens=4), headers=headers
         )
@@ -109,7 +106,9 @@ def test_a_dead_instance_gets_nothing_after_two_heartbeats(two_instances: Stack)
         os.kill(stack.child("serve", "instance", "i-1"), signal.SIGSTOP)
         try:
             # Stopped, not killed: nobody answers for it and no responder tells. Three missed periods.
-            eventually(lambda: _served_by(http, model) == "i-2", 10, "calls move to the other instance")
+            eventually(
+                lambda: _served_by(http, model) == "i-2", 10, "calls move to the other instance"
+            )
             assert {_served_by(http, model) for _ in range(6)} == {"i-2"}
         finally:
             os.kill(stack.child("serve", "instance", "i-1"), signal.SIGCONT)
@@ -143,7 +142,8 @@ def test_a_restarted_bus_is_found_again_and_readiness_tells_the_truth() -> None:
             assert next(stream)
             os.kill(stack.child("nats-server"), signal.SIGKILL)
             last = list(stream)[-1]
-        assert isinstance(last, dict) and last["error"]["code"] == "bus_down", last
+        assert isinstance(last, dict), last
+        assert last["error"]["code"] == "bus_down"
         # The supervisor starts the server again on the same port.
         eventually(lambda: _is_ready(stack), 20, "ready again")
         stop.set()

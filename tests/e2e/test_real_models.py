@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
 from talaria_client import Client
-
 from tests.e2e.stacks import Stack, chat_body, eventually, in_flight, running
 
 pytestmark = [pytest.mark.real_model, pytest.mark.timeout(300)]
@@ -74,7 +74,7 @@ def test_a_json_schema_is_kept(sdk: openai.OpenAI) -> None:
     value = json.loads(answer.choices[0].message.content or "")
     assert answer.choices[0].finish_reason == "stop"
     assert set(value) == {"city", "population"}
-    assert isinstance(value["city"], str) and isinstance(value["population"], int)
+    assert [type(value[key]) for key in ("city", "population")] == [str, int]
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -147,13 +147,12 @@ def test_a_switch_in_between_keeps_the_answer_and_the_prefix(stack: Stack) -> No
 def test_a_client_that_leaves_stops_the_work(stack: Stack, stream: bool) -> None:
     with stack.http() as http:
         body = chat_body(MODEL, "Go on for ever.", max_tokens=4000, ignore_eos=True, stream=stream)
-        import httpx
-
-        with pytest.raises(httpx.ReadTimeout), stack.http(1.5) as leaving:
+        with stack.http(1.5) as leaving:
             if stream:
                 with leaving.stream("POST", "/v1/chat/completions", json=body) as response:
                     assert next(response.iter_raw())
                     eventually(lambda: in_flight(http) == 1, 2, "the call runs")
-                    raise httpx.ReadTimeout("left")
-            leaving.post("/v1/chat/completions", json=body)
+            else:
+                with pytest.raises(httpx.ReadTimeout):
+                    leaving.post("/v1/chat/completions", json=body)
         eventually(lambda: in_flight(http) == 0, 2, "the engine stops for a client that left")

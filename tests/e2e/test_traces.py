@@ -32,7 +32,9 @@ def test_each_session_is_one_tree_with_its_tool_gaps(stack: Stack, sink: OtlpSin
         for turn in range(calls):
             for session, model in zip(sessions, models, strict=False):
                 body = chat_body(model, f"Turn {turn}.", max_tokens=5, ignore_eos=True)
-                answer = http.post("/v1/chat/completions", json=body, headers={"X-Session-ID": session})
+                answer = http.post(
+                    "/v1/chat/completions", json=body, headers={"X-Session-ID": session}
+                )
                 assert answer.status_code == 200, answer.text
         for session in sessions:
             document = http.get(f"/v1/sessions/{session}").json()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from talaria_common.errors import InvariantBroken
@@ -79,7 +81,7 @@ def test_intervals_follow_each_other_without_gaps() -> None:
     edges = [(i.start_s, i.end_s) for i in ledger.intervals]
     assert edges[0][0] == 0.0
     assert edges[-1][1] == 6.0
-    assert all(a[1] == b[0] for a, b in zip(edges, edges[1:], strict=False))
+    assert all(a[1] == b[0] for a, b in pairwise(edges))
 
 
 def test_intervals_are_bounded_and_parts_stay_exact() -> None:

@@ -100,9 +100,9 @@ async def _on(plan: Plan, policy: str, url: str, nats_url: str | None, id_prefix
             cleanup.push_async_callback(bus.close)
         collector = await cleanup.enter_async_context(SlotCollector(bus))
         record = await replay(plan.workload, models, url, id_prefix=id_prefix, progress=progress)
+        line.clear()
+        say(f"{policy}: {_progress_text(progress)}")
         await collector.settle()
-    line.clear()
-    say(f"{policy}: {_progress_text(progress)}")
     return msgspec.structs.replace(record, slots=collector.slots)
 
 

@@ -77,6 +77,7 @@ class Admission:
 
     def step(self, event: Event, now_s: float) -> list[Effect]:
         """Decide about one event."""
+        self.books.out.clear()  # what an event that broke an invariant left is nobody's answer
         match event:
             case Admit():
                 self._admit(event, now_s)

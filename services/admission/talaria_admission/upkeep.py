@@ -56,17 +56,15 @@ def close_all(books: Books) -> None:
 def sweep(books: Books, now_s: float) -> None:
     """End idle sessions, forget what has had its time."""
     config = books.config
-    kept = 0
-    for session in sorted(books.sessions, key=lambda s: -s.closed_s):
-        if not session.is_closed:
-            if not session.open_calls and now_s - session.touched_s >= config.session_idle_s:
-                session.unsettled.clear()
-                books.close_session(session, SessionEnd.IDLE, now_s)
-            continue
+    for session in [s for s in books.sessions if not s.is_closed and not s.open_calls]:
+        if now_s - session.touched_s >= config.session_idle_s:
+            session.unsettled.clear()
+            books.close_session(session, SessionEnd.IDLE, now_s)
+    closed = sorted((s for s in books.sessions if s.is_closed), key=lambda s: -s.closed_s)
+    for n, session in enumerate(closed):
         books.finish_session(session, now_s)
-        kept += 1
         is_old = now_s - session.closed_s >= config.session_keep_s
-        if session.is_over and (is_old or kept > config.closed_sessions_max):
+        if session.is_over and (is_old or n >= config.closed_sessions_max):
             books.sessions.remove(session)
             books.changed(session)
     for call in list(books.account.calls.values()):

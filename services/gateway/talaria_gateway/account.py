@@ -53,6 +53,11 @@ class Tally:
     granted: Granted | None = None
     finish_reasons: list[str] = field(default_factory=list)
 
+    def add_parts(self, parts: CallParts) -> None:
+        """One more attempt's time on its instance."""
+        mine, more = msgspec.structs.asdict(self.parts), msgspec.structs.asdict(parts)
+        self.parts = CallParts(**{name: mine[name] + more[name] for name in mine})
+
 
 class Account:
     """Where settled calls are written down."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TypeAlias
 
-from talaria_common.wire import CallKey, Ended, Granted, Refused, StreamMessage
+from talaria_common.wire import CallKey, CallParts, Ended, Granted, Refused, StreamMessage
 from talaria_gateway.retry import RetryReason
 
 Outcome: TypeAlias = Ended | Refused | RetryReason
@@ -23,7 +23,7 @@ class Attempt:
         self.heard_s = now_s
         self.accepted_s: float | None = None
         self.patience_s = patience_s
-        self.has_token = False
+        self.first_token_s: float | None = None
         self.is_probed = False
         self.accepted: asyncio.Future[None] = loop.create_future()
         self.unanswered: asyncio.Future[None] = loop.create_future()
@@ -41,6 +41,21 @@ class Attempt:
     @property
     def boot_id(self) -> str:
         return self.granted.grant.boot_id
+
+    @property
+    def has_token(self) -> bool:
+        """A token has come: the call stays with this attempt."""
+        return self.first_token_s is not None
+
+    def lost_parts(self, now_s: float) -> CallParts:
+        """Where the time of an accepted attempt went that does not end by itself, as far as seen."""
+        if self.accepted_s is None:
+            return CallParts()
+        if self.first_token_s is None:
+            return CallParts(queue_s=now_s - self.accepted_s)
+        return CallParts(
+            queue_s=self.first_token_s - self.accepted_s, decode_s=now_s - self.first_token_s
+        )
 
     def wait(self, seconds: float) -> None:
         """So much of the time for an answer is over; without any left the outcome is unknown."""

@@ -163,6 +163,7 @@ class Call(ABC):
             outcome = await self._run(attempt)
             match outcome:
                 case Ended():
+                    self._calls.held.drop(granted.grant.model, self._now_s())
                     return self._judged(outcome)
                 case Refused():
                     has_restarted = self._calls.pool.has_restarted(
@@ -195,7 +196,8 @@ class Call(ABC):
 
     def _judged(self, ended: Ended) -> Ended:
         """The end of a finished call; raises what any other end means."""
-        self.tally.usage, self.tally.parts = ended.usage, ended.parts
+        self.tally.usage = ended.usage
+        self.tally.add_parts(ended.parts)
         match ended.reason:
             case EndReason.FINISHED:
                 self.tally.finish_reasons = [ended.finish_reason or "stop"]
@@ -307,14 +309,15 @@ class Call(ABC):
     def _accept(self, attempt: Attempt) -> None:
         if attempt.accept(self._now_s()):
             self.tally.transfer_s += self._now_s() - attempt.sent_s
+            self._calls.held.add(attempt.granted.grant.model)
             self._on_accepted(attempt)
 
     def _note_token(self, attempt: Attempt) -> None:
         """A token has gone out: there is no way back."""
         self._accept(attempt)
         if not attempt.has_token:
-            attempt.has_token = True
-            self.tally.ttft_s = self._now_s() - self.ask.arrived_s
+            attempt.first_token_s = self._now_s()
+            self.tally.ttft_s = attempt.first_token_s - self.ask.arrived_s
 
     def _take(self, message: StreamMessage) -> bool:
         """Apply a message of the running attempt; True if it is news."""
@@ -350,8 +353,7 @@ class Call(ABC):
     def _give_up(self, attempt: Attempt, outcome: Outcome) -> None:
         """Leave an attempt behind; it is told to stop unless it surely has."""
         self._attempt = None
-        since_s = attempt.sent_s if attempt.accepted_s is None else attempt.accepted_s
-        self.tally.transfer_s += self._now_s() - since_s
+        self._note_lost(attempt)
         if isinstance(outcome, RetryReason) and outcome is not RetryReason.NO_RESPONDERS:
             self._calls.cancel_attempt(attempt.key, attempt.instance, attempt.boot_id)
 
@@ -361,9 +363,19 @@ class Call(ABC):
             self._calls.announce_cancel(self.ask.call_id)
         attempt = self._attempt
         if attempt is not None and not attempt.over.done():
+            self._note_lost(attempt)
             self._calls.cancel_attempt(attempt.key, attempt.instance, attempt.boot_id)
         self.settle(error.code)
         self._on_failed(error)
+
+    def _note_lost(self, attempt: Attempt) -> None:
+        """The time of an attempt that did not end by itself is part of the call's."""
+        now_s = self._now_s()
+        if attempt.accepted_s is None:
+            self.tally.transfer_s += now_s - attempt.sent_s
+        else:
+            self.tally.add_parts(attempt.lost_parts(now_s))
+            self._calls.held.drop(attempt.granted.grant.model, now_s)
 
     def settle(self, outcome: str = FINISHED) -> None:
         """Write the call down; idempotent. Doors call it just before the last byte goes out."""

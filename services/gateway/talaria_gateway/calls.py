@@ -20,7 +20,7 @@ from talaria_gateway.account import Account
 from talaria_gateway.call import SWEEP_S, Call
 from talaria_gateway.config import GatewayConfig
 from talaria_gateway.nats_call import NatsCall
-from talaria_gateway.pool import Pool
+from talaria_gateway.pool import Held, Pool
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +47,7 @@ class Calls:
         self.pool = pool
         self.account = Account(context.telemetry, context.clock)
         self.answers = Answers()
+        self.held = Held()
         self._open: dict[str, Call] = {}
         self._cancelled: OrderedDict[str, float] = OrderedDict()
         self._tasks: set[asyncio.Task[Any]] = set()

@@ -116,7 +116,9 @@ class Telling:
         return True
 
     async def metrics(self, request: Request) -> Response:
-        for model, gauges in self._calls.pool.gauges(self._context.clock.now_s()).items():
+        now_s = self._context.clock.now_s()
+        held = self._calls.held.counts(now_s)
+        for model, gauges in self._calls.pool.gauges(held, now_s).items():
             self._running.labels(model).set(gauges.running)
             self._waiting.labels(model).set(gauges.waiting)
         return Response(self._context.telemetry.metrics.text(), media_type=METRICS_TYPE)

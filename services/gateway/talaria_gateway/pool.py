@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import deque
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
@@ -90,15 +92,48 @@ class Pool:
             if state.model == model
         }
 
-    def gauges(self, now_s: float) -> dict[str, ModelGauges]:
-        """Calls running and waiting per model, over all instances that are not gone."""
+    def gauges(self, held: Mapping[str, int], now_s: float) -> dict[str, ModelGauges]:
+        """Calls running and waiting per model, over all instances that are not gone.
+
+        `held`: accepted calls per model that this gateway knows of; those that no snapshot shows
+        yet count as running.
+        """
         totals: dict[str, ModelGauges] = {model: ModelGauges(0, 0) for model in self._models}
         for heard in self._heard.values():
             if now_s - heard.at_s > GONE_S:
                 continue
             for state in heard.snapshot.models:
                 totals[state.model] = _added(totals.get(state.model), state)
+        for model, count in held.items():
+            shown = totals.get(model, ModelGauges(0, 0))
+            unseen = max(0, count - shown.running - shown.waiting)
+            totals[model] = ModelGauges(shown.running + unseen, shown.waiting)
         return totals
+
+
+class Held:
+    """Accepted calls per model. One that is over is counted for 0.25 s more: snapshots come at
+    most ten a second, and a call between two of them should not escape every scrape.
+    """
+
+    LINGER_S: Final = 0.25
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+        self._over: deque[tuple[float, str]] = deque()
+
+    def add(self, model: str) -> None:
+        self._counts[model] = self._counts.get(model, 0) + 1
+
+    def drop(self, model: str, now_s: float) -> None:
+        self._over.append((now_s + self.LINGER_S, model))
+        self.counts(now_s)
+
+    def counts(self, now_s: float) -> dict[str, int]:
+        """Calls held now."""
+        while self._over and self._over[0][0] <= now_s:
+            self._counts[self._over.popleft()[1]] -= 1
+        return self._counts
 
 
 def _added(total: ModelGauges | None, state: ModelState) -> ModelGauges:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Final
+from typing import Final, TypeVar
 
 from talaria_common import subjects
 from talaria_common.clock import Clock
@@ -15,8 +15,10 @@ from talaria_instance.reports import CallSpans, Place
 
 ENTRIES_MAX: Final = 2_000
 """Entries of one event: well below the largest message."""
-SAVERS_KEPT: Final = 256
-"""Finished calls whose save may still be told."""
+SESSIONS_KEPT: Final = 256
+"""Sessions whose save and end are brought together."""
+
+V = TypeVar("V")
 
 
 class KvNews:
@@ -27,39 +29,56 @@ class KvNews:
         self._outlet = outlet
         self._spans = spans
         self._clock = clock
-        self._savers: OrderedDict[str, tuple[Call, float]] = OrderedDict()
+        self._finished: OrderedDict[str, tuple[Call, float]] = OrderedDict()
+        """By session: its last finished call, and when it ended."""
+        self._early: OrderedDict[str, tuple[float, int]] = OrderedDict()
+        """By session: blocks saved before its call was told to have ended."""
 
     def restarted(self) -> None:
         """Nothing of an earlier boot is restorable."""
-        self._post(KvDropped(**self._who, is_all=True))
+        self._post(self._dropped(is_all=True))
 
     def finished(self, call: Call) -> None:
-        """A call's KV is about to be saved."""
-        self._savers[call.run.session] = (call, self._clock.unix_s())
-        self._savers.move_to_end(call.run.session)
-        while len(self._savers) > SAVERS_KEPT:
-            self._savers.popitem(last=False)
+        """A call's KV is being saved, or has been already."""
+        session, now_unix_s = call.run.session, self._clock.unix_s()
+        early = self._early.pop(session, None)
+        if early is None:
+            _keep(self._finished, session, (call, now_unix_s))
+        else:
+            self._finished.pop(session, None)
+            self._spans.kv_saved(call, early[0], now_unix_s, early[1])
 
     def saved(self, blocks: tuple[KvBlock, ...]) -> None:
         """Host copies are complete."""
         for start in range(0, len(blocks), ENTRIES_MAX):
             entries = tuple(_entry(block) for block in blocks[start : start + ENTRIES_MAX])
-            self._post(KvSaved(**self._who, entries=entries))
+            place = self._place
+            saved = KvSaved(instance=place.instance, boot_id=place.boot_id, entries=entries)
+            self._post(saved)
         nbytes: dict[str, int] = {}
         for block in blocks:
             nbytes[block.session] = nbytes.get(block.session, 0) + block.nbytes
-        for session in nbytes.keys() & self._savers.keys():
-            call, since_unix_s = self._savers.pop(session)
-            self._spans.kv_saved(call, since_unix_s, self._clock.unix_s(), nbytes[session])
+        now_unix_s = self._clock.unix_s()
+        for session, count in nbytes.items():
+            if session in self._finished:
+                call, since_unix_s = self._finished.pop(session)
+                self._spans.kv_saved(call, since_unix_s, now_unix_s, count)
+            else:
+                since_unix_s, before = self._early.get(session, (now_unix_s, 0))
+                _keep(self._early, session, (since_unix_s, before + count))
 
     def dropped(self, prefixes: tuple[bytes, ...]) -> None:
         """Host copies are gone."""
         for start in range(0, len(prefixes), ENTRIES_MAX):
-            self._post(KvDropped(**self._who, prefixes=prefixes[start : start + ENTRIES_MAX]))
+            self._post(self._dropped(prefixes[start : start + ENTRIES_MAX]))
 
-    @property
-    def _who(self) -> dict[str, str]:
-        return {"instance": self._place.instance, "boot_id": self._place.boot_id}
+    def _dropped(self, prefixes: tuple[bytes, ...] = (), *, is_all: bool = False) -> KvDropped:
+        return KvDropped(
+            instance=self._place.instance,
+            boot_id=self._place.boot_id,
+            prefixes=prefixes,
+            is_all=is_all,
+        )
 
     def _post(self, event: KvSaved | KvDropped) -> None:
         self._outlet.post(subjects.kv_events(self._place.instance), event)
@@ -74,3 +93,10 @@ def _entry(block: KvBlock) -> KvEntry:
         nbytes=block.nbytes,
         session=block.session,
     )
+
+
+def _keep(table: OrderedDict[str, V], session: str, value: V) -> None:
+    table[session] = value
+    table.move_to_end(session)
+    while len(table) > SESSIONS_KEPT:
+        table.popitem(last=False)

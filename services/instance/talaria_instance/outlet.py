@@ -9,6 +9,7 @@ any more, the server says so there, and the call's client has left (protocols 12
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -58,6 +59,7 @@ class Stream:
     text: list[str] = field(default_factory=list)
     tool_calls: list[ToolDelta] = field(default_factory=list)
     tokens: int = 0
+    has_output: bool = False
     is_first: bool = False
     """FirstToken is to be told to `notify`."""
     sign: WorkingState | None = None
@@ -87,7 +89,7 @@ class Stream:
 
 
 class Outlet:
-    """Publishes for one instance."""
+    """Publishes for one instance; first and last messages of a stream do not wait for others."""
 
     def __init__(
         self,
@@ -108,6 +110,8 @@ class Outlet:
         self._dirty: dict[CallKey, Stream] = {}
         self._posts: deque[tuple[str, bytes]] = deque(maxlen=POSTS_MAX)
         self._wanted = asyncio.Event()
+        self._urgent = asyncio.Event()
+        self._urgent = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.lost = 0
         """Messages that the bus did not take."""
@@ -170,7 +174,8 @@ class Outlet:
             stream.text.append(text)
         stream.tool_calls.extend(tool_calls)
         stream.tokens += tokens
-        self._mark(stream)
+        self._mark(stream, is_urgent=not stream.has_output)
+        stream.has_output = True
 
     def end(self, ended: CallEnded, final: Ended) -> None:
         """The last word on a call: CallEnded, then Ended, whose `seq` is set here."""
@@ -179,7 +184,8 @@ class Outlet:
             self.post(subjects.call_ended(final.key.call_id), ended)
             return
         stream.final = (ended, final)
-        self._mark(stream)
+        self._mark(stream, is_urgent=True)
+        self._urgent.set()
 
     def silent(self, now_s: float) -> list[CallKey]:
         """Streams whose reader should get a sign of life."""
@@ -200,16 +206,21 @@ class Outlet:
 
     # --- publishing -----------------------------------------------------------------------------
 
-    def _mark(self, stream: Stream) -> None:
+    def _mark(self, stream: Stream, *, is_urgent: bool = False) -> None:
         self._dirty[stream.key] = stream
         self._wanted.set()
+        if is_urgent:
+            self._urgent.set()
 
     async def _work(self) -> None:
         while True:
             await self._wanted.wait()
             self._wanted.clear()
+            self._urgent.clear()
             await self._flush()
-            await asyncio.sleep(self._coalesce_s)
+            # Output gathers for a moment; the end of a call does not wait.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._urgent.wait(), self._coalesce_s)
 
     async def _flush(self) -> None:
         """Publish all that has gathered, each stream's messages in order."""

@@ -117,9 +117,9 @@ class Router:
                 self._located(event.tenant, event.granted.session, grant.instance, grant.model)
             case RowSeen():
                 row = event.row
-                if row.state == "closed" or row.instance is None:
+                if row.state == "closed":
                     views.sessions.drop((row.tenant, row.id))
-                else:
+                elif row.instance is not None:
                     self._located(row.tenant, row.id, row.instance, row.model)
             case InstanceLost():
                 views.lost(event.instance, event.boot_id)

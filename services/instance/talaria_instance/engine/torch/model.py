@@ -258,16 +258,15 @@ def _rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
 def choose_linear(device: torch.device, dtype: torch.dtype) -> Linear:
     """Matrix product for this device.
 
-    On the CPU, float32 products of 2 to 16 rows are 1.2 to 2.5 times faster in oneDNN than in the
-    BLAS behind `linear`, which packs the whole weight matrix; of one row they are equal.
+    On the CPU, float32 products of 2 to 16 rows are 1.2 to 2 times faster in oneDNN than in the
+    BLAS behind `linear`, which packs the whole weight matrix, and so is the output head of one row
+    (SmolLM2-135M on two cores); elsewhere they are equal.
     """
     has_onednn = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
     if device.type != "cpu" or dtype != torch.float32 or not has_onednn:
         return F.linear
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if x.shape[0] == 1:
-            return F.linear(x, weight, bias)
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return product
 

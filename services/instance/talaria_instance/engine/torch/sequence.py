@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import msgspec
-import torch
 
 from talaria_common.wire import CallKey
 from talaria_instance.engine.protocol import EngineCall
@@ -21,6 +21,9 @@ from talaria_instance.engine.torch.ports import Output
 from talaria_instance.engine.torch.sampler import TokenSampler
 from talaria_instance.engine.torch.stream import CallStream
 from talaria_instance.engine.torch.text import Prompt
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Prepared(msgspec.Struct, frozen=True):
