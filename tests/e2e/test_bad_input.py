@@ -90,9 +90,10 @@ def test_bad_input_is_refused_by_name_and_disturbs_nobody(stack: Stack, stream: 
         running_body = chat_body(model, "Story.", max_tokens=400, ignore_eos=True, stream=True)
 
         def read() -> tuple[int, str]:
-            with stack.http(60).stream(
-                "POST", "/v1/chat/completions", json=running_body
-            ) as response:
+            with (
+                stack.http(60) as mine,
+                mine.stream("POST", "/v1/chat/completions", json=running_body) as response,
+            ):
                 got = list(events(response))
             return len(got), str(got[-1])
 

@@ -290,6 +290,15 @@ def test_zeroed_kv_changes_the_output(rig: Rig) -> None:
 # --- trouble ------------------------------------------------------------------------------------
 
 
+def _arena_bytes(entries: Sequence[ModelEntry], blocks: int) -> int:
+    """An arena with so many blocks, and no more, for the largest of some models."""
+    specs = [load_spec(Path(entry.path)) for entry in entries]
+    return max(
+        kv_start(weight_layout(spec, 4).nbytes) + blocks * spec.kv_block_items(16) * 4
+        for spec in specs
+    )
+
+
 def test_without_finished_kv_a_paused_call_still_goes_on(entries: dict[str, ModelEntry]) -> None:
     tokens = prompt(50, 70)
     models = [entries[TINY], entries[OTHER]]
@@ -311,10 +320,8 @@ def test_calls_that_outgrow_the_device_take_turns(
 ) -> None:
     caplog.set_level("INFO", "talaria_instance.engine.torch")
     prompts = [prompt(n, 150) for n in range(60, 64)]
-    spec = load_spec(Path(entries["qwen3"].path))
     blocks = 36
-    arena_bytes = kv_start(weight_layout(spec, 4).nbytes) + blocks * spec.kv_block_items(16) * 4
-    with Rig([entries["qwen3"]], arena_bytes=arena_bytes) as rig:
+    with Rig([entries["qwen3"]], arena_bytes=_arena_bytes([entries["qwen3"]], blocks)) as rig:
         calls = [rig.call("qwen3", p, 60) for p in prompts]
         assert calls[0].blocks_needed < blocks < 3 * calls[0].blocks_needed
         for tokens, got in zip(prompts, rig.generate(*calls), strict=True):
@@ -323,6 +330,51 @@ def test_calls_that_outgrow_the_device_take_turns(
         rig.engine.core.residence.collect()
         rig.engine.core.residence.pool.check()
         assert rig.engine.facts().blocks_free == blocks
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_order_of_events_changes_an_answer(entries: dict[str, ModelEntry], seed: int) -> None:
+    """Random quanta, switches and aborts, too few device blocks, too little host memory."""
+    draw = random.Random(seed)
+    names = ("qwen2", "qwen3")
+    openings = [prompt(90 + n, 70) for n in range(2)]
+    with Rig(
+        [entries[n] for n in names],
+        arena_bytes=_arena_bytes([entries[n] for n in names], blocks=40),
+        host_kv_bytes=draw.choice((1_000_000, 100_000_000)),
+        keep_finished_kv=draw.random() < 0.7,
+        prefill_slice_tokens=draw.choice((5, 32, 128)),
+    ) as rig:
+        core, asked, aborted = rig.engine.core, [], set()
+        for n in range(14):
+            tokens = draw.choice(openings) + prompt(n, draw.randrange(1, 80))
+            call = rig.call(draw.choice(names), tokens, draw.randrange(1, 40))
+            asked.append((call, tokens))
+            rig.engine.admit([call])
+            if draw.random() < 0.3:
+                rig.activate(draw.choice(names))
+            assert core.residence.active is not None
+            rig.run(
+                core.residence.active.entry.id,
+                iterations=draw.randrange(12),
+                prefill=draw.choice((0, 20, 500)),
+            )
+            victim, _ = draw.choice(asked)
+            if draw.random() < 0.2 and rig.engine.abort(victim.key):
+                aborted.add(victim.key)
+        for name in names:
+            rig.activate(name)
+            rig.finish(*[c for c, _ in asked if c.model == name and c.key not in aborted])
+            assert rig.run(name).stop == "idle"
+        for call, tokens in asked:
+            finish, failed = rig.sink.ends[call.key]
+            assert (finish, failed) == ((None, None) if call.key in aborted else ("length", None))
+            if call.key not in aborted:
+                assert_greedy(entries[call.model], tokens, rig.output(call))
+        core.residence.collect()
+        core.residence.pool.check()
+        core.residence.host.check()
+        assert rig.engine.facts().blocks_free == rig.engine.facts().blocks_total
 
 
 def test_a_full_host_loses_prefixes_and_no_answer(entries: dict[str, ModelEntry]) -> None:

@@ -128,6 +128,7 @@ class World:
         attempt: int = 1,
         ranked: tuple[str, ...] = ("i-1", "i-2"),
         home: Home | None = None,
+        load_version: int = 0,
         **more: Any,
     ) -> Granted | NotGranted:
         """Ask for a call whose prompt is `messages`; its session is its id's unless derived."""
@@ -138,7 +139,12 @@ class World:
         place = PlaceCall(
             key=CallKey(call_id, attempt), model=MODEL, links=links, **(fields | more)
         )
-        question = AdmitCall(place=place, ranked=tuple(a_candidate(i) for i in ranked), home=home)
+        question = AdmitCall(
+            place=place,
+            ranked=tuple(a_candidate(i) for i in ranked),
+            home=home,
+            load_version=load_version,
+        )
         self.minted += 1
         effects = self.step(Admit(call=question, fresh_id=f"fresh-{self.minted}"))
         (answer,) = (e for e in effects if isinstance(e, Granted | NotGranted))

@@ -380,7 +380,7 @@ def test_each_budget_can_park(because: ParkReason, bench: Any, call: Any) -> Non
 
 def test_a_parked_call_is_taken_by_the_next_p() -> None:
     it = an_open_slot()
-    it.a_return("r1", prompt_tokens=1000)
+    it.a_return("r1", prompt_tokens=3000)
     it.stepped(after_s=0.16, iterations=8, stop="woken")
     closed = the(it.finished("a2") + it.step(Tick(), after_s=1.0), SlotClosed)
     assert closed.sp_parked == 1
@@ -389,6 +389,16 @@ def test_a_parked_call_is_taken_by_the_next_p() -> None:
     it.finished("b2")
     it.step(Tick(), after_s=1.0)
     assert admitted(it.switched("a"), "P") == ["r1"]
+
+
+def test_protected_decode_shrinks_when_nobody_decodes() -> None:
+    """a2 ends 1.02 s into 3.5 s, with 79 * 0.02 = 1.58 s protected. 0.5 s later 1.98 s are left:
+    0.4 s beside all that, 0.99 s beside half of it; r1 needs 0.1 + 0.7 = 0.8 s."""
+    it = an_open_slot()
+    it.finished("a2")
+    effects = it.a_return("r1", after_s=0.5, prompt_tokens=790)
+    assert admitted(effects, "SP") == ["r1"]
+    assert the(effects, Run).quantum.max_s == pytest.approx(0.99, abs=0.02)
 
 
 # --- closing ------------------------------------------------------------------------------------

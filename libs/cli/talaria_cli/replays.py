@@ -21,6 +21,7 @@ from talaria_cli.failure import CommandFailed
 from talaria_cli.fresh_stack import FreshStack
 from talaria_cli.output import ProgressLine, duration, say, table
 from talaria_common.nats_bus import NatsBus
+from talaria_sim.fit import Speed, fitted
 from talaria_sim.metrics.summary import baseline, caveats, headline, summarise
 from talaria_sim.records import RunRecord
 from talaria_sim.replay import Progress, replay, served_models, warm_up
@@ -46,17 +47,20 @@ class Plan:
     url: str | None = None
     nats_url: str | None = None
     conditions: Mapping[str, str] = field(default_factory=dict)
+    budget_s: float | None = None
+    """Seconds that one policy may take; sessions are cut to fewer calls to keep it."""
 
 
 async def run(plan: Plan) -> dict[str, Any]:
     """The replay document; policies run one after the other."""
+    runs = _Runs(plan)
     policies: dict[str, Any] = {}
     if plan.url is not None:
-        record = await _on(plan, GIVEN_STACK, plan.url, plan.nats_url, f"r{uuid.uuid4().hex[:8]}-")
+        record = await runs.on(GIVEN_STACK, plan.url, plan.nats_url, f"r{uuid.uuid4().hex[:8]}-")
         policies[GIVEN_STACK] = summarise(record)
     else:
         for name in plan.policies:
-            policies[name] = summarise(await _fresh(plan, name))
+            policies[name] = summarise(await runs.on_fresh_stack(name))
     return {
         "workload": plan.workload.spec,
         "seed": plan.workload.seed,
@@ -64,46 +68,67 @@ async def run(plan: Plan) -> dict[str, Any]:
         "engine": plan.engine,
         "policies": policies,
         "conditions": dict(plan.conditions),
-        "notes": list(plan.workload.notes),
+        "notes": [*plan.workload.notes, *runs.notes],
     }
 
 
-async def _fresh(plan: Plan, policy: str) -> RunRecord:
-    line = ProgressLine()
-    arguments = ["--policy", policy, "--engine", plan.engine]
-    arguments += ["--instances", str(plan.instances), *plan.stack_arguments]
-    env = {**os.environ, **plan.stack_env}
+class _Runs:
+    """The runs of one plan: the same workload each time, cut to the budget before the first."""
 
-    def waiting(seconds: float) -> None:
-        line.show(f"{policy}: starting a fresh stack ... {duration(seconds)}")
+    def __init__(self, plan: Plan) -> None:
+        self.notes: list[str] = []
+        self._plan = plan
+        self._workload = plan.workload
+        self._is_fitted = plan.budget_s is None
 
-    async with FreshStack(arguments, env, waiting) as stack:
-        line.clear()
-        return await _on(plan, policy, stack.url, stack.nats_url, "")
+    async def on_fresh_stack(self, policy: str) -> RunRecord:
+        plan, line = self._plan, ProgressLine()
+        arguments = ["--policy", policy, "--engine", plan.engine]
+        arguments += ["--instances", str(plan.instances), *plan.stack_arguments]
 
+        def waiting(seconds: float) -> None:
+            line.show(f"{policy}: starting a fresh stack ... {duration(seconds)}")
 
-async def _on(plan: Plan, policy: str, url: str, nats_url: str | None, id_prefix: str) -> RunRecord:
-    served = await served_models(url)
-    models = map_models(plan.workload, served, plan.model_map)
-    line = ProgressLine()
-    line.show(f"{policy}: warming up {len(set(models.values()))} models", now=True)
-    await warm_up(url, sorted(set(models.values())))
-    progress = Progress(
-        len(plan.workload.sessions),
-        plan.workload.calls,
-        changed=lambda p: line.show(f"{policy}: {_progress_text(p)}"),
-    )
-    async with contextlib.AsyncExitStack() as cleanup:
-        bus = None
-        if nats_url:
-            bus = await NatsBus.connect(nats_url, name="talaria-replay")
-            cleanup.push_async_callback(bus.close)
-        collector = await cleanup.enter_async_context(SlotCollector(bus))
-        record = await replay(plan.workload, models, url, id_prefix=id_prefix, progress=progress)
-        line.clear()
-        say(f"{policy}: {_progress_text(progress)}")
-        await collector.settle()
-    return msgspec.structs.replace(record, slots=collector.slots)
+        async with FreshStack(arguments, {**os.environ, **plan.stack_env}, waiting) as stack:
+            line.clear()
+            return await self.on(policy, stack.url, stack.nats_url, "")
+
+    async def on(self, policy: str, url: str, nats_url: str | None, id_prefix: str) -> RunRecord:
+        served = await served_models(url)
+        models = map_models(self._workload, served, self._plan.model_map)
+        line = ProgressLine()
+        line.show(f"{policy}: warming up {len(set(models.values()))} models", now=True)
+        speeds = await warm_up(url, sorted(set(models.values())))
+        self._fit(models, speeds)
+        workload = self._workload
+        progress = Progress(
+            len(workload.sessions),
+            workload.calls,
+            changed=lambda p: line.show(f"{policy}: {_progress_text(p)}"),
+        )
+        async with contextlib.AsyncExitStack() as cleanup:
+            bus = None
+            if nats_url:
+                bus = await NatsBus.connect(nats_url, name="talaria-replay")
+                cleanup.push_async_callback(bus.close)
+            collector = await cleanup.enter_async_context(SlotCollector(bus))
+            record = await replay(workload, models, url, id_prefix=id_prefix, progress=progress)
+            line.clear()
+            say(f"{policy}: {_progress_text(progress)}")
+            await collector.settle()
+        return msgspec.structs.replace(record, slots=collector.slots)
+
+    def _fit(self, models: Mapping[str, str], speeds: Mapping[str, Speed]) -> None:
+        """Cut the workload once to what this machine can do in the budget."""
+        if self._is_fitted or self._plan.budget_s is None:
+            return
+        self._is_fitted = True
+        whole = self._workload
+        self._workload = fitted(whole, models, speeds, self._plan.budget_s)
+        if self._workload.calls < whole.calls:
+            text = f"cut from {whole.calls} to {self._workload.calls} calls: this machine is slow"
+            self.notes.append(text)
+            say(text)
 
 
 def _progress_text(progress: Progress) -> str:

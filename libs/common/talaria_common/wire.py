@@ -194,6 +194,8 @@ class AdmitCall(Message, frozen=True, kw_only=True, tag="admit_call"):
     place: PlaceCall
     ranked: tuple[Candidate, ...]
     home: Home | None = None
+    load_version: Count = 0
+    """Version of the LoadState that the costs count; 0: of none."""
 
 
 class Granted(Message, frozen=True, kw_only=True, tag="granted"):
@@ -530,6 +532,7 @@ class LoadState(Message, frozen=True, kw_only=True, tag="load_state"):
 
     epoch: Count
     version: Count
+    """Grows over all epochs."""
     instances: tuple[InstanceLoad, ...] = ()
 
 

@@ -11,12 +11,13 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from urllib.parse import quote
 
 import httpx
 import msgspec
 
+from talaria_sim.fit import Speed
 from talaria_sim.records import CallRecord, RunRecord, SessionRecord
 from talaria_sim.sse import Answer, ErrorAnswer, read_answer
 from talaria_sim.texts import WORDS, bodies
@@ -28,6 +29,16 @@ SHED_MAX: Final = 100
 """Refusals after which a call counts as failed."""
 BLOCK_TOKENS: Final = 16
 """Alignment up to which a continuation can reuse its earlier prompt."""
+
+
+PROBE_PROMPT_WORDS: Final = 128
+PROBE_OUTPUT_TOKENS: Final = 9
+
+
+class _Probe(NamedTuple):
+    sent_s: float
+    first_token_s: float
+    ended_s: float
 
 
 class ReplayFailed(Exception):
@@ -72,25 +83,46 @@ async def served_models(url: str) -> list[str]:
         ) from error
 
 
-async def warm_up(url: str, models: Sequence[str]) -> None:
-    """One short call to each model, not counted, so that no policy pays for first touches."""
-    timeout = httpx.Timeout(10.0, read=SILENCE_MAX_S, write=30.0, pool=None)
-    async with httpx.AsyncClient(base_url=url, timeout=timeout, trust_env=False) as http:
+async def warm_up(url: str, models: Sequence[str]) -> dict[str, Speed]:
+    """Two calls to each model, not counted: no policy pays for first touches, and speeds are known."""
+    speeds: dict[str, Speed] = {}
+    async with httpx.AsyncClient(base_url=url, timeout=_timeout(), trust_env=False) as http:
         for model in models:
-            body = {
-                "model": model,
-                "messages": [{"role": "user", "content": " ".join(WORDS[:64])}],
-                "max_tokens": 4,
-                "ignore_eos": True,
-                "temperature": 0,
-            }
-            headers = {"X-Session-ID": f"warm-up-{model}", "X-Talaria-Session-Final": "true"}
-            try:
-                answer = await http.post("/v1/chat/completions", json=body, headers=headers)
-            except httpx.HTTPError as error:
-                raise ReplayFailed(f"{model} does not answer: {error!r}") from error
-            if answer.status_code != 200:
-                raise ReplayFailed(f"{model} does not answer: {answer.status_code} {answer.text}")
+            await _probe(http, model, "first touch", 32)
+            answer = await _probe(http, model, "measured", PROBE_PROMPT_WORDS)
+            first_s = answer.first_token_s - answer.sent_s
+            speeds[model] = Speed(
+                prefill_token_s=first_s / PROBE_PROMPT_WORDS,
+                decode_step_s=(answer.ended_s - answer.first_token_s) / (PROBE_OUTPUT_TOKENS - 1),
+            )
+    return speeds
+
+
+async def _probe(http: httpx.AsyncClient, model: str, name: str, words: int) -> _Probe:
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": " ".join([name, *WORDS[:words]])}],
+        "max_tokens": PROBE_OUTPUT_TOKENS,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+    }
+    headers = {"X-Session-ID": f"warm-up, {name}, {model}", "X-Talaria-Session-Final": "true"}
+    sent_s = time.monotonic()
+    try:
+        async with http.stream(
+            "POST", "/v1/chat/completions", json=body, headers=headers
+        ) as response:
+            answer = await read_answer(response, time.monotonic)
+    except httpx.HTTPError as error:
+        raise ReplayFailed(f"{model} does not answer: {error!r}") from error
+    if isinstance(answer, ErrorAnswer):
+        raise ReplayFailed(f"{model} does not answer: {answer.status} {answer.code}: {answer.text}")
+    return _Probe(sent_s, answer.first_token_s, answer.ended_s)
+
+
+def _timeout() -> httpx.Timeout:
+    return httpx.Timeout(10.0, read=SILENCE_MAX_S, write=30.0, pool=None)
 
 
 async def replay(
@@ -104,10 +136,9 @@ async def replay(
     """Run every session once; `models` maps the workload's labels to served ids."""
     progress = progress or Progress(len(workload.sessions), workload.calls)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    timeout = httpx.Timeout(10.0, read=SILENCE_MAX_S, write=30.0, pool=None)
     prepared = [bodies(s, models[s.label], workload.seed) for s in workload.sessions]
     async with httpx.AsyncClient(
-        base_url=url, limits=limits, timeout=timeout, trust_env=False
+        base_url=url, limits=limits, timeout=_timeout(), trust_env=False
     ) as http:
         started_unix_s, start_s = time.time(), time.monotonic()
         async with asyncio.TaskGroup() as group:

@@ -105,7 +105,7 @@ def _caveats(document: Mapping[str, Any]) -> str:
 
 
 def _table(policies: Mapping[str, Any]) -> str:
-    head = "".join(f"<th>{title}</th>" for _, title, _ in COLUMNS)
+    head = "".join(f"<th>{title.replace(' s', '&nbsp;s')}</th>" for _, title, _ in COLUMNS)
     rows: list[str] = []
     for n, (name, entry) in enumerate(policies.items()):
         cells = [f"<td>{_dot(f'var(--s{n % 8})')}{escape(name)}</td>"]

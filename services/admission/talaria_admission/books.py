@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from talaria_admission.config import AdmissionConfig
 from talaria_admission.events import (
@@ -20,7 +21,9 @@ from talaria_admission.state import Account, Lease
 from talaria_common.policies import PolicySet
 from talaria_common.wire import CallKey, LoadState
 
-_N_BITS = 32
+ACCOUNTS_KEPT: Final = 64
+"""Published accounts that a router may still price with: three seconds of them."""
+_N_BITS: Final = 32
 
 
 @dataclass(slots=True)
@@ -52,6 +55,11 @@ class Books:
     _changed: dict[SessionKey, None] = field(default_factory=dict)
     _load: LoadState | None = None
     _load_s: float = float("-inf")
+    _load_credit: float = 1.0
+    """Accounts that may be published now; grows by one each period, up to the burst."""
+    _granted_s: dict[str, float] = field(default_factory=dict)
+    _granted_at: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Charges granted in all, by instance: now, and when each of the last accounts was published."""
     is_load_due: bool = True
     sweep_due_s: float = 0.0
     _wake_s: float | None = None
@@ -65,7 +73,17 @@ class Books:
         """Wall clock, as far as the shell told it."""
         return now_s + self.unix_offset_s
 
+    def charged_since(self, version: int, instance: str) -> float:
+        """Seconds granted on an instance since that account was published; 0 if it is unknown."""
+        then = self._granted_at.get(version)
+        return 0.0 if then is None else self._granted_s.get(instance, 0.0) - then.get(instance, 0.0)
+
     # --- changes in common ---
+
+    def charge(self, instance: str, charge_s: float) -> None:
+        """A grant was made."""
+        self._granted_s[instance] = self._granted_s.get(instance, 0.0) + charge_s
+        self.is_load_due = True
 
     def changed(self, session: Session) -> None:
         """The session's row is to be saved."""
@@ -132,27 +150,38 @@ class Books:
             self._publish_load(now_s)
             due_s = min([self.sweep_due_s, *(c.due_s for c in self.cancels.values())])
             if self.is_load_due:
-                due_s = min(due_s, self._load_s + self.config.load_period_s)
+                due_s = min(due_s, now_s + self._until_load_s(now_s))
             if due_s != self._wake_s:
                 self._wake_s = due_s
                 self.out.append(WakeAt(at_s=due_s))
         out, self.out = self.out, []
         return out
 
+    def _until_load_s(self, now_s: float) -> float:
+        """Seconds until an account may be published: 20/s, and a few more in a burst."""
+        period_s = self.config.load_period_s
+        credit = self._load_credit + (now_s - self._load_s) / period_s
+        return max(0.0, (1.0 - credit) * period_s)
+
     def _publish_load(self, now_s: float) -> None:
         age_s = now_s - self._load_s
-        is_due = self.is_load_due and age_s >= self.config.load_period_s
+        is_due = self.is_load_due and self._until_load_s(now_s) <= 0
         if not is_due and age_s < self.config.load_heartbeat_s:
             return
         before = self._load
-        load = self.account.load(self.epoch, before.version + 1 if before else 1, now_s)
+        version = max(before.version if before else 0, self.epoch << _N_BITS) + 1
+        load = self.account.load(self.epoch, version, now_s)
         self.is_load_due = False
-        is_same = (
-            before is not None
-            and before.epoch == load.epoch
-            and before.instances == load.instances
-            and age_s < self.config.load_heartbeat_s
+        is_news = (
+            before is None
+            or (before.epoch, before.instances) != (load.epoch, load.instances)
+            or age_s >= self.config.load_heartbeat_s
         )
-        if not is_same:
+        if is_news:
+            credit = self._load_credit + age_s / self.config.load_period_s
+            self._load_credit = min(float(self.config.load_burst), credit) - 1.0
             self._load, self._load_s = load, now_s
+            self._granted_at[version] = dict(self._granted_s)
+            if len(self._granted_at) > ACCOUNTS_KEPT:
+                del self._granted_at[next(iter(self._granted_at))]
             self.out.append(load)

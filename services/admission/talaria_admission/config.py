@@ -36,7 +36,9 @@ class AdmissionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """How long cancelled and ended calls are remembered."""
     cancel_repeat_s: Positive = 0.5
     load_period_s: Positive = 0.05
-    """Least time between two published accounts (20/s)."""
+    """Mean time between two published accounts under load (20/s)."""
+    load_burst: Annotated[int, Meta(ge=1)] = 8
+    """Accounts that may follow each other at once: sessions that start together must be spread."""
     load_heartbeat_s: Positive = 1.0
     """Most time between two: routers that start later hear of it."""
     sweep_s: Positive = 0.25

@@ -203,7 +203,7 @@ class Admission:
                 return home
         factor = 1.0 if session is None or not session.calls_granted else CONTINUATION_FACTOR
         waits_s: list[float] = []
-        for candidate in event.ranked:
+        for candidate in self._repriced(event):
             view = self._account.view(candidate.instance)
             if (
                 view is None
@@ -225,6 +225,20 @@ class Admission:
             retry_after_s=max(1.0, wait_s - factor * self._config.queue_wait_max_s),
         )
 
+    def _repriced(self, event: AdmitCall) -> list[Candidate]:
+        """The ranking, with what was granted since the router read the account.
+
+        Routers price calls that arrive together alike; without this they would pile up on one
+        instance.
+        """
+
+        def price(candidate: Candidate) -> tuple[bool, float]:
+            since_s = self.books.charged_since(event.load_version, candidate.instance)
+            is_last = candidate.instance in event.place.ranked_last
+            return is_last, candidate.cost.total_s + since_s
+
+        return sorted(event.ranked, key=price)
+
     def _implied(self, event: AdmitCall, session: Session, now_s: float) -> Choice | None:
         """The return overtook its predecessor's CallEnded: that call has finished."""
         returned = session.returned_call(event.place.links)
@@ -245,7 +259,7 @@ class Admission:
     def _leased(self, event: AdmitCall, session: Session, now_s: float) -> Choice | None:
         """Consume the lease that this call returns to, or drop it."""
         place = event.place
-        lease = self._account.lease_for(session.key, place.model, place.links, now_s)
+        lease = self._account.lease_for(session, place.model, place.links, now_s)
         if lease is None:
             return None
         view = self._account.instances[lease.instance]
@@ -298,7 +312,7 @@ class Admission:
             else self._config.accept_timeout_s
         )
         self._account.issue(GrantRow(grant, call, tail, place.prompt_bytes, now_s, void_after_s))
-        self.books.is_load_due = True
+        self.books.charge(view.instance, grant.charge_s)
         others = (c for c in event.ranked if c.instance != view.instance)
         runner_up = min(others, key=lambda c: (c.cost.total_s, c.instance), default=None)
         granted = Granted(

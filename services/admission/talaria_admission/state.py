@@ -114,10 +114,8 @@ class Lease:
     installed_s: float
     expires_s: float
 
-    def fits(self, model: str, links: Sequence[Link]) -> bool:
+    def fits(self, links: Sequence[Link]) -> bool:
         """The chain goes on from the prompt that installed it."""
-        if model != self.model:
-            return False
         return self.tail is None or any(link.digest == self.tail.digest for link in links)
 
     def has_prefix(self, view: InstanceView, home: Home | None) -> bool:
@@ -256,11 +254,19 @@ class Account:
         return True
 
     def lease_for(
-        self, session: SessionKey, model: str, links: Sequence[Link], now_s: float
+        self, session: Session, model: str, links: Sequence[Link], now_s: float
     ) -> Lease | None:
-        """The live lease that this call would return to; the latest, if several fit."""
-        own = self._by_session.get(session, {}).values()
-        fitting = [le for le in own if now_s < le.expires_s and le.fits(model, links)]
+        """The live lease that this call returns to; the latest, if there are several.
+
+        It is that of the prompt which the call goes on from. While nothing of the session is in
+        flight it may be another one: the agent has rewritten its history, and parallel calls,
+        which have leases of their own, there are none.
+        """
+        own = self._by_session.get(session.key, {}).values()
+        live = [le for le in own if now_s < le.expires_s and le.model == model]
+        fitting = [le for le in live if le.fits(links)]
+        if not fitting and not session.open_calls:
+            fitting = live
         return max(fitting, key=lambda le: le.n, default=None)
 
     def leases_of(self, session: SessionKey) -> list[Lease]:

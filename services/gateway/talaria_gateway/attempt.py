@@ -15,16 +15,16 @@ Outcome: TypeAlias = Ended | Refused | RetryReason
 class Attempt:
     """What is known of the attempt now; the stream's messages are numbered from 1."""
 
-    def __init__(self, granted: Granted, inbox: str, now_s: float, patience_s: float) -> None:
+    def __init__(self, granted: Granted, now_s: float, patience_s: float) -> None:
         loop = asyncio.get_running_loop()
         self.granted = granted
-        self.inbox = inbox
         self.sent_s = now_s
         self.heard_s = now_s
         self.accepted_s: float | None = None
         self.patience_s = patience_s
         self.first_token_s: float | None = None
-        self.is_probed = False
+        self.is_held = False
+        """Counted among the calls that instances hold."""
         self.accepted: asyncio.Future[None] = loop.create_future()
         self.unanswered: asyncio.Future[None] = loop.create_future()
         self.over: asyncio.Future[Outcome] = loop.create_future()

@@ -17,25 +17,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from talaria_common import bodies, subjects, wire
-from talaria_common.bus import NoResponders, RequestTimeout
 from talaria_common.errors import InvariantBroken, Rejected, TalariaError, Unavailable
 from talaria_common.wire import (
     Accepted,
     CallKey,
     Delta,
     Ended,
-    EndReason,
     Granted,
     NotGranted,
     Refused,
-    RunCall,
     StreamMessage,
 )
 from talaria_gateway.account import CANCELLED, FINISHED, Ask, Tally
 from talaria_gateway.attempt import Attempt, Outcome
 from talaria_gateway.placing import ask_router, question
-from talaria_gateway.retry import Retries, RetryReason, error_of
+from talaria_gateway.retry import Retries, RetryReason, error_of, error_of_end
+from talaria_gateway.running import run_call, send
 
 if TYPE_CHECKING:
     from talaria_gateway.calls import Calls
@@ -44,8 +41,6 @@ _log = logging.getLogger(__name__)
 
 SWEEP_S: Final = 0.25
 LARGE_BODY_BYTES: Final = 1_000_000
-ANSWER_WITHIN_S: Final = 30.0
-"""Bound of the request itself; the attempt's patience ends long before."""
 
 T = TypeVar("T")
 
@@ -100,12 +95,20 @@ class Call(ABC):
         if self._calls.pool.has_restarted(attempt.instance, attempt.boot_id):
             attempt.end(RetryReason.INSTANCE_LOST)
             return
-        silent_s = self._silent_s(attempt, now_s)
-        if silent_s > self._config.silence_s:
+        if self._silent_s(attempt, now_s) > self._config.silence_s:
             attempt.end(RetryReason.SILENCE)
-        elif silent_s > self._config.probe_after_s and not attempt.is_probed:
-            attempt.is_probed = True
-            self._calls.background(self._probe(attempt))
+
+    @property
+    def instance(self) -> str | None:
+        """The instance that has accepted the call and runs it now."""
+        attempt = self._attempt
+        is_running = attempt is not None and attempt.is_held and not attempt.over.done()
+        return attempt.instance if attempt is not None and is_running else None
+
+    def lose(self, instance: str) -> None:
+        """The instance is gone with all its calls."""
+        if self._attempt is not None and self.instance == instance:
+            self._attempt.end(RetryReason.INSTANCE_LOST)
 
     # --- what subclasses say ----------------------------------------------------------------------
 
@@ -163,7 +166,7 @@ class Call(ABC):
             outcome = await self._run(attempt)
             match outcome:
                 case Ended():
-                    self._calls.held.drop(granted.grant.model, self._now_s())
+                    self._release(attempt)
                     return self._judged(outcome)
                 case Refused():
                     has_restarted = self._calls.pool.has_restarted(
@@ -198,18 +201,11 @@ class Call(ABC):
         """The end of a finished call; raises what any other end means."""
         self.tally.usage = ended.usage
         self.tally.add_parts(ended.parts)
-        match ended.reason:
-            case EndReason.FINISHED:
-                self.tally.finish_reasons = [ended.finish_reason or "stop"]
-                return ended
-            case EndReason.CANCELLED:
-                raise Rejected(CANCELLED, "the call was cancelled")
-            case EndReason.FAILED if ended.error is not None:
-                raise error_of(ended.error)
-            case EndReason.FAILED:
-                raise Unavailable("model_failed", "the engine gave the call up")
-            case EndReason.SUPERSEDED | EndReason.INSTANCE_LOST:
-                raise Unavailable("instance_lost", "the instance has lost the call")
+        error = error_of_end(ended)
+        if error is not None:
+            raise error
+        self.tally.finish_reasons = [ended.finish_reason or "stop"]
+        return ended
 
     # --- placing ----------------------------------------------------------------------------------
 
@@ -238,17 +234,25 @@ class Call(ABC):
     # --- running ----------------------------------------------------------------------------------
 
     def _begin(self, granted: Granted) -> Attempt:
-        fields = self._run_fields(granted.grant.key)
         is_large = len(self.ask.checked.raw) > LARGE_BODY_BYTES
         patience_s = (
             self._config.accept_timeout_large_s if is_large else self._config.accept_timeout_s
         )
-        attempt = self._attempt = Attempt(granted, fields["inbox"], self._now_s(), patience_s)
+        attempt = self._attempt = Attempt(granted, self._now_s(), patience_s)
         self.tally.attempts = granted.grant.key.attempt
         return attempt
 
     async def _run(self, attempt: Attempt) -> Outcome:
-        sending = asyncio.ensure_future(self._send(attempt))
+        run, parts = run_call(
+            self.ask,
+            attempt.granted,
+            self._links[-1] if self._links else None,
+            self._deadline_s(),
+            self._run_fields(attempt.key),
+        )
+        sending = asyncio.ensure_future(
+            send(self._context.body_bus, run, parts, self._calls.unreadable)
+        )
         try:
             await self._race_any(sending, attempt.accepted, attempt.unanswered)
             if attempt.accepted_s is None:
@@ -263,43 +267,6 @@ class Call(ABC):
         await self._race_any(attempt.over)
         return attempt.over.result()
 
-    async def _send(self, attempt: Attempt) -> Accepted | Refused | RetryReason:
-        """Send the body and wait for the instance's answer."""
-        raw, bus = self.ask.checked.raw, self._context.body_bus
-        grant = attempt.granted.grant
-        body, parts, digest = bodies.split(grant.key, raw)
-        run = RunCall(
-            grant=grant,
-            endpoint=self.ask.checked.endpoint,
-            session=attempt.granted.session,
-            call_index=attempt.granted.call_index,
-            tenant=self.ask.tenant,
-            is_continuation=attempt.granted.is_continuation,
-            is_final=self.ask.identity.is_final,
-            body=body,
-            parts=len(parts),
-            digest=digest,
-            tail=self._links[-1] if self._links else None,
-            deadline_s=self._deadline_s(),
-            started_unix_s=attempt.granted.started_unix_s or self.ask.arrived_unix_s,
-            **self._run_fields(grant.key),
-        )
-        for part in parts:
-            await bus.publish(subjects.body_part(grant.instance), wire.encode(part))
-        try:
-            answer = await bus.request(
-                subjects.run(grant.instance), wire.encode(run), timeout_s=ANSWER_WITHIN_S
-            )
-        except NoResponders:
-            return RetryReason.NO_RESPONDERS
-        except RequestTimeout:
-            return RetryReason.NO_ANSWER
-        reply = wire.decode(wire.RUN_REPLY, answer.payload)
-        if reply is None or reply.key != grant.key:
-            self._calls.unreadable()
-            return RetryReason.NO_ANSWER
-        return reply
-
     def _deadline_s(self) -> float:
         left_s = self._config.call_deadline_s - (self._now_s() - self.ask.arrived_s)
         if left_s <= 0:
@@ -309,6 +276,7 @@ class Call(ABC):
     def _accept(self, attempt: Attempt) -> None:
         if attempt.accept(self._now_s()):
             self.tally.transfer_s += self._now_s() - attempt.sent_s
+            attempt.is_held = True
             self._calls.held.add(attempt.granted.grant.model)
             self._on_accepted(attempt)
 
@@ -334,26 +302,13 @@ class Call(ABC):
                 self._accept(attempt)
         return True
 
-    async def _probe(self, attempt: Attempt) -> None:
-        """Ask whether the instance is still there: a dead one has no responders."""
-        subject = subjects.snapshot_request(attempt.instance)
-        payload = wire.encode(wire.SnapshotRequest())
-        try:
-            await self._context.bus.request(subject, payload, timeout_s=1.0)
-        except NoResponders:
-            self._calls.pool.forget(attempt.instance)
-            attempt.end(RetryReason.INSTANCE_LOST)
-        except TalariaError:
-            pass  # nothing learned: the silence decides
-        finally:
-            attempt.is_probed = False
-
     # --- endings ----------------------------------------------------------------------------------
 
     def _give_up(self, attempt: Attempt, outcome: Outcome) -> None:
         """Leave an attempt behind; it is told to stop unless it surely has."""
         self._attempt = None
         self._note_lost(attempt)
+        self._release(attempt)
         if isinstance(outcome, RetryReason) and outcome is not RetryReason.NO_RESPONDERS:
             self._calls.cancel_attempt(attempt.key, attempt.instance, attempt.boot_id)
 
@@ -365,6 +320,8 @@ class Call(ABC):
         if attempt is not None and not attempt.over.done():
             self._note_lost(attempt)
             self._calls.cancel_attempt(attempt.key, attempt.instance, attempt.boot_id)
+        if attempt is not None:
+            self._release(attempt)
         self.settle(error.code)
         self._on_failed(error)
 
@@ -375,7 +332,12 @@ class Call(ABC):
             self.tally.transfer_s += now_s - attempt.sent_s
         else:
             self.tally.add_parts(attempt.lost_parts(now_s))
-            self._calls.held.drop(attempt.granted.grant.model, now_s)
+
+    def _release(self, attempt: Attempt) -> None:
+        """The instance no longer holds the attempt, or will not soon; idempotent."""
+        if attempt.is_held:
+            attempt.is_held = False
+            self._calls.held.drop(attempt.granted.grant.model, self._now_s())
 
     def settle(self, outcome: str = FINISHED) -> None:
         """Write the call down; idempotent. Doors call it just before the last byte goes out."""

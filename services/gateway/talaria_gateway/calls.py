@@ -15,7 +15,7 @@ from talaria_common import subjects, wire
 from talaria_common.bus import Msg, NoResponders
 from talaria_common.errors import TalariaError, Unavailable
 from talaria_common.service import Context
-from talaria_common.wire import CallKey, CancelAttempt, CancelCall
+from talaria_common.wire import CallKey, CancelAttempt, CancelCall, SnapshotRequest
 from talaria_gateway.account import Account
 from talaria_gateway.call import SWEEP_S, Call
 from talaria_gateway.config import GatewayConfig
@@ -26,6 +26,7 @@ _log = logging.getLogger(__name__)
 
 LAST_WORDS_S: Final = 0.3
 """For cancels and accounts that are still to be sent when the gateway stops."""
+PROBE_TIMEOUT_S: Final = 0.5
 TOMBSTONE_S: Final = 60.0
 TOMBSTONES_MAX: Final = 100_000
 CANCEL_AGAIN_S: Final = (0.0, 0.5, 1.0)
@@ -48,6 +49,7 @@ class Calls:
         self.account = Account(context.telemetry, context.clock)
         self.answers = Answers()
         self.held = Held()
+        self._probed: set[str | None] = set()
         self._open: dict[str, Call] = {}
         self._cancelled: OrderedDict[str, float] = OrderedDict()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -182,11 +184,32 @@ class Calls:
             now_s = self.context.clock.now_s()
             for call in list(self._open.values()):
                 call.check(now_s)
+            for instance in {call.instance for call in self._open.values()} - self._probed:
+                if instance and self.pool.age_s(instance, now_s) > self.config.probe_after_s:
+                    self._probed.add(instance)
+                    self.background(self._probe(instance))
             while self._cancelled:
                 call_id, buried_s = next(iter(self._cancelled.items()))
                 if now_s - buried_s < TOMBSTONE_S:
                     break
                 del self._cancelled[call_id]
+
+    async def _probe(self, instance: str) -> None:
+        """Ask whether an instance is still there: a dead one has no responders."""
+        payload = wire.encode(SnapshotRequest())
+        try:
+            await self.context.bus.request(
+                subjects.snapshot_request(instance), payload, timeout_s=PROBE_TIMEOUT_S
+            )
+        except NoResponders:
+            _log.warning("an instance is gone with its calls", extra={"instance": instance})
+            self.pool.forget(instance)
+            for call in list(self._open.values()):
+                call.lose(instance)
+        except TalariaError:
+            pass  # it is there, or nobody can tell: the silence of its streams decides
+        finally:
+            self._probed.discard(instance)
 
     # --- the end ----------------------------------------------------------------------------------
 

@@ -33,8 +33,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """For bodies over 1 MB."""
     silence_s: Positive = 5.0
     """An accepted attempt that says nothing for so long is lost."""
-    probe_after_s: Positive = 1.5
-    """Silence after which the instance is asked whether it is still there."""
+    probe_after_s: Positive = 0.75
+    """Without a snapshot for so long (one and a half heartbeats), an instance that holds calls is
+    asked whether it is still there."""
     hold_status_s: Positive = 5.0
     """Longest time that a stream's HTTP status waits for acceptance."""
     keep_alive_s: Positive = 10.0

@@ -192,7 +192,6 @@ async def _watch(receive: Receive, call: HttpCall) -> None:
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            call.cancel()
             return
 
 

@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Final
 
 from talaria_common.errors import Rejected, TalariaError, Unavailable, from_code
-from talaria_common.wire import ErrorInfo, Refused
+from talaria_common.wire import Ended, EndReason, ErrorInfo, Refused
 
 ATTEMPTS_MAX: Final = 3
 FREE_MAX: Final = 3
@@ -34,6 +34,21 @@ class RetryReason(StrEnum):
 def error_of(info: ErrorInfo) -> TalariaError:
     """The exception of an error on the wire."""
     return from_code(info.code, info.detail, param=info.param, retry_after_s=info.retry_after_s)
+
+
+def error_of_end(ended: Ended) -> TalariaError | None:
+    """What an attempt's own end means for its call; None: it is answered."""
+    match ended.reason:
+        case EndReason.FINISHED:
+            return None
+        case EndReason.CANCELLED:
+            return Rejected("cancelled", "the call was cancelled")
+        case EndReason.FAILED if ended.error is not None:
+            return error_of(ended.error)
+        case EndReason.FAILED:
+            return Unavailable("model_failed", "the engine gave the call up")
+        case EndReason.SUPERSEDED | EndReason.INSTANCE_LOST:
+            return Unavailable("instance_lost", "the instance has lost the call")
 
 
 class Retries:

@@ -318,6 +318,8 @@ class Scheduler:
     def _session_prefill(
         self, slot: Slot, queue: ModelQueue, now_s: float, out: list[Effect]
     ) -> None:
+        if not queue.running:
+            slot.relax(now_s)
         look = session_prefill(slot, queue, self._config, now_s)
         for key, because in look.parked:
             if key not in slot.parked:

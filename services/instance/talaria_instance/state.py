@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
+
+import msgspec
 
 from talaria_common.errors import InvariantBroken
 from talaria_common.perf import ModelTiming, TimingModel
@@ -194,6 +197,16 @@ class Slot:
     def free_s(self, now_s: float) -> float:
         """What is left of the budget beside protected decode; negative when it is overdrawn."""
         return self.end_s - now_s - self.protected_left_s
+
+    def relax(self, now_s: float) -> None:
+        """Nobody decodes here now: who comes next finds at most half of what is left protected."""
+        step_s = self.plan.protected_s / self.plan.reserved_iterations
+        kept = math.floor(max(0.0, self.end_s - now_s) / 2 / step_s)
+        reserved = max(1, self.iterations + kept)
+        if reserved < self.plan.reserved_iterations:
+            self.plan = msgspec.structs.replace(
+                self.plan, reserved_iterations=reserved, protected_s=reserved * step_s
+            )
 
     def account(self, phase: Phase, until_s: float) -> None:
         """Give the time since the last mark to a phase."""

@@ -104,7 +104,13 @@ class Router:
                 ranking = self.rank(event, now_s)
                 if ranking.error is not None:
                     return [NotGranted(key=event.key, error=ranking.error)]
-                return [AdmitCall(place=event, ranked=ranking.candidates, home=ranking.home)]
+                question = AdmitCall(
+                    place=event,
+                    ranked=ranking.candidates,
+                    home=ranking.home,
+                    load_version=views.load_version,
+                )
+                return [question]
             case Snapshot():
                 views.hear(event, now_s)
                 views.forget(now_s, FORGET_S)

@@ -205,6 +205,10 @@ class Views:
         self._load = load
         self._loads = {entry.instance: entry for entry in load.instances}
 
+    @property
+    def load_version(self) -> int:
+        return self._load.version
+
     def load(self, instance: str) -> InstanceLoad:
         return self._loads.get(instance) or InstanceLoad(instance=instance)
 

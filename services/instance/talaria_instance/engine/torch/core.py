@@ -61,7 +61,7 @@ class EngineCore:
         self._stepper = Stepper(residence, config.max_batch, self._end)
         self._calls: dict[CallKey, RunningCall] = {}
         self._order = itertools.count()
-        self._gate = threading.Lock()
+        self._gate = threading.RLock()
         self._is_busy = False
         self._inbox: deque[Callable[[RunTally | None], None]] = deque()
         self._is_woken = threading.Event()

@@ -91,7 +91,7 @@ class TorchEngine:
             # Before the thread is waited for: it makes a run in progress return.
             self._core.is_closed = True
             await self._in_engine_thread(self._core.close)
-        self._work.shutdown()
+        await asyncio.to_thread(self._work.shutdown)
         self._texts.shutdown(cancel_futures=True)
         self._core = None
         gc.collect()
@@ -167,12 +167,16 @@ class TorchEngine:
         arena_bytes = _arena_bytes(config, device, list(models.values()))
         log.info("arena of %.0f MB on %s", arena_bytes / 1e6, device)
         residence = Residence(config, device, arena_bytes, self._sink)
-        for model in models.values():
-            model.fit(residence.arena)
-        with torch.inference_mode():
-            # The first of the catalogue comes last and stays active.
-            for model in reversed(models.values()):
-                measure(model, residence)
+        try:
+            for model in models.values():
+                model.fit(residence.arena)
+            with torch.inference_mode():
+                # The first of the catalogue comes last and stays active.
+                for model in reversed(models.values()):
+                    measure(model, residence)
+        except BaseException:
+            residence.close()
+            raise
         return EngineCore(config, models, residence, self._sink)
 
 

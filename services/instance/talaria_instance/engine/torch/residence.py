@@ -166,8 +166,10 @@ class Residence:
 
     def settle(self, call: RunningCall) -> None:
         """Offer blocks that have become full for reuse, and send them to the host."""
-        call.extend_digests(self._block_tokens)
         full = call.computed // self._block_tokens
+        if full == call.published:
+            return
+        call.extend_digests(self._block_tokens)
         fresh = range(call.published, full)
         for n in fresh:
             call.blocks[n] = self.pool.publish(call.blocks[n], call.digests[n])

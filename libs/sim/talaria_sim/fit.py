@@ -1,0 +1,50 @@
+"""How long a replay will take, from measured speeds, and cutting it to a budget. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+
+from talaria_sim.workload import Workload
+
+OVERHEAD: Final = 1.3
+"""Wall time over the sum below: switches, small batches, the tail of the last session. Measured
+with the demonstration workload on two cores."""
+
+
+class Speed(msgspec.Struct, frozen=True, kw_only=True):
+    """One model's, for a single call."""
+
+    prefill_token_s: float
+    decode_step_s: float
+
+
+def estimate_s(
+    workload: Workload, models: Mapping[str, str], speeds: Mapping[str, Speed], reused: float
+) -> float:
+    """Predicted wall seconds when calls run one after the other.
+
+    `reused`: share of the earlier prompt that a continuation does not compute again.
+    """
+    total_s = 0.0
+    for session in workload.sessions:
+        speed = speeds[models[session.label]]
+        for n, call in enumerate(session.calls):
+            known = session.calls[n - 1].prompt_tokens * reused if session.extends(n) else 0.0
+            total_s += max(0.0, call.prompt_tokens - known) * speed.prefill_token_s
+            total_s += call.output_tokens * speed.decode_step_s
+    return total_s * OVERHEAD
+
+
+def fitted(
+    workload: Workload, models: Mapping[str, str], speeds: Mapping[str, Speed], budget_s: float
+) -> Workload:
+    """The workload with as many calls a session, at least two, as fit `budget_s` with nothing reused."""
+    most = max((len(session.calls) for session in workload.sessions), default=0)
+    for calls in range(most, 2, -1):
+        cut = workload.limited(calls=calls)
+        if estimate_s(cut, models, speeds, reused=0.0) <= budget_s:
+            return cut
+    return workload.limited(calls=2)
