@@ -192,6 +192,7 @@ async def _watch(receive: Receive, call: HttpCall) -> None:
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
+            call.cancel()
             return
 
 
