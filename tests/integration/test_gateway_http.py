@@ -268,7 +268,8 @@ async def test_a_settled_call_has_measured_parts(here: World) -> None:
     assert (call.session, call.outcome, call.instance) == ("s1", "finished", "i-1")
     assert call.is_final
     assert call.ended_unix_s >= call.arrived_unix_s
-    assert (call.place_s, call.admit_s) == (0.001, 0.001)
+    assert call.admit_s == 0.001
+    assert call.place_s >= 0.001
     assert call.gateway_s > 0
     assert call.transfer_s > 0
     assert call.usage.cached_tokens == 8

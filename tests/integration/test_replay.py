@@ -266,10 +266,21 @@ async def test_session_documents_come_from_the_stack(endpoint: Endpoint, url: st
 
 async def test_models_are_those_that_the_endpoint_lists(endpoint: Endpoint, url: str) -> None:
     assert await served_models(url) == ["a", "b"]
-    await warm_up(url, ["a", "b"])
-    assert [body["model"] for _, body, _ in endpoint.calls] == ["a", "b"]
     with pytest.raises(ReplayFailed, match="talaria up"):
         await served_models(f"http://127.0.0.1:{find_free_port()}")
+
+
+async def test_warming_up_touches_each_model_and_measures_its_speed(
+    endpoint: Endpoint, url: str
+) -> None:
+    speeds = await warm_up(url, ["a", "b"])
+    assert {body["model"] for _, body, _ in endpoint.calls} == {"a", "b"}
+    assert set(endpoint.finals) == {session for session, _, _ in endpoint.calls}
+    assert speeds["a"].decode_step_s == pytest.approx(0.01, rel=0.5)
+    assert speeds["b"].prefill_token_s >= 0.05 / 128
+    endpoint.refusals.update(["warm-up, measured, b"])
+    with pytest.raises(ReplayFailed, match="b does not answer: 429"):
+        await warm_up(url, ["a", "b"])
 
 
 async def test_slots_are_collected_in_order_of_opening_and_garbage_is_skipped() -> None:

@@ -215,7 +215,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         assert key.call_id not in self.cancelled
         assert answer.grant.key == key
         if answer.reason is PlaceReason.REPEATED:
-            assert answer.grant == self.grants[key]
+            assert answer.grant == self.grants.setdefault(key, answer.grant)
         elif answer.grant.lease_of is not None:
             assert answer.grant.lease_of not in self.consumed, "a lease was consumed twice"
             self.consumed[answer.grant.lease_of] = key
@@ -321,14 +321,17 @@ class AdmissionMachine(RuleBasedStateMachine):
     @rule()
     def a_new_leader(self) -> None:
         """Tombstones and answers of the old one are lost with it."""
-        known = {k for i in self.instances.values() for k in i.live}
-        known |= {e.grant.key for i in self.instances.values() for _, e in i.ended}
-        # A lease whose grant was lost with its leader may return once (protocols 4).
+        snapshots = [i.snapshot(self.now_s) for i in self.instances.values()]
+        known = {e.grant.key for s in snapshots for e in (*s.live_grants, *s.ended)}
+        # A lease whose grant was lost with its leader may return once (protocols 4), and a call
+        # that no instance has heard of is a new one.
         self.consumed = {n: key for n, key in self.consumed.items() if key in known}
+        calls = {key.call_id for key in known}
+        self.session_of = {c: s for c, s in self.session_of.items() if c in calls}
         self._lead(is_successor=True)
         for call_id in self.cancelled:
             self.step(CancelCall(call_id=call_id))  # clients repeat their cancels
-        self.grants.clear()
+        self.grants = {e.grant.key: e.grant for s in snapshots for e in (*s.live_grants, *s.ended)}
 
     # --- what holds ---
 

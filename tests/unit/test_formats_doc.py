@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from talaria_instance.config import InstanceConfig
 
 from talaria_admission.config import AdmissionConfig
 from talaria_common.config import (
@@ -20,6 +19,9 @@ from talaria_common.config import (
 )
 from talaria_common.policies import POLICY_SETS, PolicySet
 from talaria_gateway.config import GatewayConfig
+from talaria_instance.config import InstanceConfig
+from talaria_instance.engine.fake import FakeConfig
+from talaria_instance.engine.torch.config import TorchConfig
 from talaria_kvstore.config import KvstoreConfig
 from talaria_router.config import RouterConfig
 from talaria_sim.generate import SOURCES, Options
@@ -36,6 +38,8 @@ KINDS: dict[str, type[msgspec.Struct]] = {
     "router": RouterConfig,
     "admission": AdmissionConfig,
     "instance": InstanceConfig,
+    "instance.torch": TorchConfig,
+    "instance.fake": FakeConfig,
     "kvstore": KvstoreConfig,
     "[models]": ModelEntry,
 }
@@ -64,7 +68,7 @@ def documented(kind: type[msgspec.Struct]) -> dict[str, str]:
 
 
 def test_every_section_is_checked_here() -> None:
-    assert set(KINDS) == {*SECTIONS, "[models]"}
+    assert set(KINDS) == {*SECTIONS, "instance.torch", "instance.fake", "[models]"}
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -160,10 +160,17 @@ def test_a_model_that_is_not_active_costs_its_switch() -> None:
 
 
 def test_work_ahead_and_the_wait_for_the_slot_are_priced() -> None:
-    waits = a_model(next_slot_s=3.0, remaining_s=1.5)
+    waits = a_model(next_slot_s=3.0, remaining_s=1.5, calls_waiting=1)
     router = a_router(a_snapshot("i-1", waits), a_snapshot("i-2"))
     near, far = router.rank(a_place(), 0.0).candidates
     assert far.cost.load_s - near.cost.load_s == pytest.approx(4.5)
+
+
+def test_an_open_slot_without_work_is_waited_for_no_longer_than_it_lingers() -> None:
+    idle = a_model(next_slot_s=8.0, residency="host", switch_s=0.0)
+    router = a_router(a_snapshot("i-1", idle), a_snapshot("i-2"), policy="talaria+linger_s=0.6")
+    near, far = router.rank(a_place(), 0.0).candidates
+    assert far.cost.load_s - near.cost.load_s == pytest.approx(0.6)
 
 
 def test_a_call_that_does_not_fit_the_slot_pays_whole_rounds() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from talaria_common import chain
+from talaria_sim.fit import Speed, estimate_s, fitted
 from talaria_sim.texts import bodies
 from talaria_sim.traces import load
 from talaria_sim.workload import CallPlan, SessionPlan, Workload, WorkloadError, map_models
@@ -121,7 +122,7 @@ def test_a_recorded_session_without_counts_takes_lengths_from_its_replies(tmp_pa
     assert first.output_tokens == 42 // 4
     assert second.output_tokens >= 5
     assert (first.gap_s, second.gap_s) == (0.0, 0.5)
-    assert any("bytes / 4" in note for note in workload.notes)
+    assert any("bytes / 4" in note for note in workload.remarks)
 
 
 def test_a_recorded_call_sends_the_recorded_messages_and_the_recorded_reply(tmp_path: Path) -> None:
@@ -141,7 +142,8 @@ def test_the_shared_traces_read() -> None:
     recorded = load(str(TRACES / "messages"))
     assert len(recorded.sessions) == 10
     assert all(call.output_tokens > 0 for s in recorded.sessions for call in s.calls)
-    assert any("2 of the files" in note for note in recorded.notes)
+    assert any(note.startswith("2 recorded sessions") for note in recorded.remarks)
+    assert len(recorded.limited(3).remarks) == 1
 
 
 def test_generating_twice_gives_the_same_and_another_seed_another() -> None:
@@ -279,3 +281,32 @@ def test_recorded_messages_go_to_the_first_served_model(tmp_path: Path) -> None:
         (tmp_path / f"{name}.json").write_text(json.dumps(recorded))
     workload = load(str(tmp_path))
     assert set(map_models(workload, ["smollm2-135m", "tiny-a"]).values()) == {"smollm2-135m"}
+
+
+FAST = Speed(prefill_token_s=0.0, decode_step_s=0.0)
+SLOW = Speed(prefill_token_s=0.01, decode_step_s=0.1)
+
+
+def a_plan(calls: int) -> Workload:
+    plans = [
+        CallPlan(prompt_tokens=100 * (n + 1), shared_tokens=100 * n if n else 0, output_tokens=10)
+        for n in range(calls)
+    ]
+    session = SessionPlan(id="s", label="m0", calls=tuple(plans))
+    return Workload(spec="", seed=0, sessions=(session,))
+
+
+def test_an_estimate_counts_each_token_once_unless_it_is_reused() -> None:
+    models, speeds = {"m0": "a"}, {"a": SLOW}
+    assert estimate_s(a_plan(3), models, speeds, reused=0.0) == pytest.approx(6 + 3)
+    assert estimate_s(a_plan(3), models, speeds, reused=1.0) == pytest.approx(3 + 3)
+
+
+@pytest.mark.parametrize(
+    ("speed", "budget_s", "calls"), [(FAST, 1.0, 6), (SLOW, 1e9, 6), (SLOW, 9.5, 3), (SLOW, 0.1, 2)]
+)
+def test_a_workload_is_cut_to_the_calls_that_fit_but_never_below_two(
+    speed: Speed, budget_s: float, calls: int
+) -> None:
+    cut = fitted(a_plan(6), {"m0": "a"}, {"a": speed}, budget_s)
+    assert [len(s.calls) for s in cut.sessions] == [calls]

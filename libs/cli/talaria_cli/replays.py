@@ -68,7 +68,7 @@ async def run(plan: Plan) -> dict[str, Any]:
         "engine": plan.engine,
         "policies": policies,
         "conditions": dict(plan.conditions),
-        "notes": [*plan.workload.notes, *runs.notes],
+        "notes": [*plan.workload.remarks, *runs.notes],
     }
 
 
@@ -97,7 +97,7 @@ class _Runs:
         served = await served_models(url)
         models = map_models(self._workload, served, self._plan.model_map)
         line = ProgressLine()
-        line.show(f"{policy}: warming up {len(set(models.values()))} models", now=True)
+        line.show(f"{policy}: warming up {', '.join(sorted(set(models.values())))}", now=True)
         speeds = await warm_up(url, sorted(set(models.values())))
         self._fit(models, speeds)
         workload = self._workload
@@ -157,6 +157,9 @@ def print_results(document: Mapping[str, Any]) -> None:
     print(headline(dict(document)))
     for text in caveats(dict(document)):
         print(f"note: {text}")
+    for name, entry in policies.items():
+        for text in entry["errors"]:
+            print(f"{name}: failed: {text}")
     for text in document["notes"]:
         print(f"note: {text}")
     if baseline(list(policies)):

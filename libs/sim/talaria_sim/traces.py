@@ -6,17 +6,20 @@ import gzip
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from statistics import median_low
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from talaria_sim.generate import PREFIX, generate
-from talaria_sim.workload import CallPlan, SessionPlan, Workload, WorkloadError
-
-BYTES_PER_TOKEN: Final = 4
-"""Of a recorded reply without a token count."""
-UNRECORDED_GAP_S: Final = 0.5
+from talaria_sim.workload import (
+    BYTES_PER_TOKEN,
+    UNRECORDED_GAP_S,
+    CallPlan,
+    SessionPlan,
+    Workload,
+    WorkloadError,
+)
 
 
 class JsonlCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,7 +139,6 @@ def _lines(spec: str, path: Path) -> Iterator[JsonlCall]:
 
 def _recorded(spec: str, files: Iterable[Path], seed: int) -> Workload:
     sessions: list[SessionPlan] = []
-    unrecorded = 0
     for file in files:
         try:
             recorded = msgspec.json.decode(file.read_bytes(), type=RecordedSession)
@@ -145,7 +147,6 @@ def _recorded(spec: str, files: Iterable[Path], seed: int) -> Workload:
         calls = tuple(_recorded_call(file, n, recorded) for n in range(len(recorded.calls)))
         if not calls:
             raise WorkloadError(f"{file}: holds no call")
-        unrecorded += any(call.output_tokens is None for call in recorded.calls)
         sessions.append(
             SessionPlan(
                 id=recorded.id,
@@ -154,15 +155,11 @@ def _recorded(spec: str, files: Iterable[Path], seed: int) -> Workload:
                 calls=calls,
                 messages=tuple(recorded.messages),
                 tools=tuple(recorded.tools or ()),
+                is_estimated=any(call.output_tokens is None for call in recorded.calls),
             )
         )
-    notes = ["messages as recorded"]
-    if unrecorded:
-        notes.append(
-            f"{unrecorded} of the files have no token counts or times: output lengths are "
-            f"the recorded replies' bytes / {BYTES_PER_TOKEN}, gaps {UNRECORDED_GAP_S:g} s"
-        )
-    return Workload(spec=spec, seed=seed, sessions=tuple(sessions), notes=tuple(notes))
+    notes = ("messages as recorded",)
+    return Workload(spec=spec, seed=seed, sessions=tuple(sessions), notes=notes)
 
 
 def _recorded_call(file: Path, n: int, recorded: RecordedSession) -> CallPlan:

@@ -8,9 +8,17 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
+
+BYTES_PER_TOKEN: Final = 4
+"""Of a recorded reply without a token count."""
+UNRECORDED_GAP_S: Final = 0.5
+ESTIMATED: Final = (
+    "{} recorded sessions have no token counts or times: output lengths are the recorded "
+    f"replies' bytes / {BYTES_PER_TOKEN}, gaps {UNRECORDED_GAP_S:g} s"
+)
 
 
 class WorkloadError(ValueError):
@@ -45,6 +53,8 @@ class SessionPlan(msgspec.Struct, frozen=True, kw_only=True):
     messages: tuple[Mapping[str, Any], ...] = ()
     """Recorded messages; empty: to be synthesised."""
     tools: tuple[Mapping[str, Any], ...] = ()
+    is_estimated: bool = False
+    """Recorded without token counts or times: lengths and gaps are estimates."""
 
     def extends(self, index: int) -> bool:
         """Whether call `index` keeps the whole prompt of the call before it."""
@@ -61,6 +71,12 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     sessions: tuple[SessionPlan, ...]
     notes: tuple[str, ...] = ()
     """What a reader of the results must know about it."""
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """The notes, and what is estimated."""
+        estimated = sum(session.is_estimated for session in self.sessions)
+        return self.notes + ((ESTIMATED.format(estimated),) if estimated else ())
 
     @property
     def calls(self) -> int:

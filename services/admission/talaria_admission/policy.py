@@ -37,7 +37,6 @@ from talaria_common.wire import (
     CallSettled,
     CancelCall,
     Candidate,
-    Decision,
     EndSession,
     ErrorInfo,
     GetSession,
@@ -132,8 +131,9 @@ class Admission:
             if key.attempt < call.attempt:
                 self._refuse(key, "superseded", f"attempt {call.attempt} of this call is known")
                 return
-            if key.attempt == call.attempt and call.answer is not None:
-                self.books.out.append(self._repeat(call, call.answer, now_s))
+            known = call.answer or call.rebuilt_answer()
+            if key.attempt == call.attempt and known is not None:
+                self.books.out.append(self._repeat(call, known, now_s))
                 return
             self._supersede(call, now_s)
         else:
@@ -244,7 +244,9 @@ class Admission:
         returned = session.returned_call(event.place.links)
         before = self._account.calls[returned] if returned is not None else None
         row = before.open_grant if before is not None else None
-        if before is None or row is None or before.call_id in self.books.tombstones:
+        if before is None or row is None or row.makes_no_lease:
+            return None
+        if before.call_id in self.books.tombstones:
             return None
         row.makes_no_lease = True
         self._account.accept(row)
@@ -328,7 +330,7 @@ class Admission:
             runner_up=runner_up.instance if runner_up else None,
             runner_up_cost=runner_up.cost if runner_up else None,
         )
-        session.decisions.append(_decision(granted))
+        session.decided(granted)
         self.books.changed(session)
         return granted
 
@@ -393,18 +395,3 @@ def _is_usable(view: InstanceView, event: AdmitCall, boot_id: str) -> bool:
 
 def _candidate_on(event: AdmitCall, view: InstanceView) -> Candidate | None:
     return next((c for c in event.ranked if c.instance == view.instance), None)
-
-
-def _decision(granted: Granted) -> Decision:
-    grant = granted.grant
-    return Decision(
-        call_id=grant.key.call_id,
-        attempt=grant.key.attempt,
-        call_index=granted.call_index,
-        model=grant.model,
-        instance=grant.instance,
-        reason=granted.reason.value,
-        cost=granted.cost,
-        runner_up=granted.runner_up,
-        runner_up_cost=granted.runner_up_cost,
-    )

@@ -289,6 +289,7 @@ class Reconciler:
 
     def _adopt_grant(self, grant: Grant, tail: Link | None, call: Call, now_s: float) -> GrantRow:
         row = GrantRow(grant, call, tail, 0, now_s, 0.0)
+        row.makes_no_lease = grant.n in self._consumed
         self._account.issue(row)
         return row
 

@@ -20,7 +20,7 @@ from typing import Final, Literal, TypeAlias
 
 from talaria_admission.sct import SctAccount, Totals
 from talaria_common.errors import InvariantBroken
-from talaria_common.wire import Decision, Link, PlaceCall, SessionRow, SessionSource, Usage
+from talaria_common.wire import Decision, Granted, Link, PlaceCall, SessionRow, SessionSource, Usage
 
 HISTORY_MAX: Final = 64
 """Earlier prompts of a session that a fork can start from; as many as a chain has links."""
@@ -91,16 +91,29 @@ class Session:
         return self.end is not None
 
     def returned_call(self, links: Sequence[Link]) -> str | None:
-        """The open call whose finished reply this chain goes on from, if there is one."""
-        if not self.open_calls:
-            return None
-        followed_by_reply = {
-            link.digest for link, after in itertools.pairwise(links) if after.is_reply
-        }
-        for call_id, tail in self.open_calls.items():
-            if tail is not None and tail.digest in followed_by_reply:
-                return call_id
+        """The open call whose finished reply this chain goes on from; the latest such call."""
+        calls = {tail.digest: c for c, tail in self.open_calls.items() if tail is not None}
+        for link, after in itertools.pairwise(reversed(links)):
+            if link.is_reply and after.digest in calls:
+                return calls[after.digest]
         return None
+
+    def decided(self, granted: Granted) -> None:
+        """Keep why a call went where it went."""
+        grant = granted.grant
+        self.decisions.append(
+            Decision(
+                call_id=grant.key.call_id,
+                attempt=grant.key.attempt,
+                call_index=granted.call_index,
+                model=grant.model,
+                instance=grant.instance,
+                reason=granted.reason.value,
+                cost=granted.cost,
+                runner_up=granted.runner_up,
+                runner_up_cost=granted.runner_up_cost,
+            )
+        )
 
     def row(self, epoch: int) -> SessionRow:
         """The session's document."""
@@ -228,15 +241,18 @@ class SessionTable:
 
     def prompt(self, session: Session, tail: Link | None, call_id: str, model: str) -> None:
         """Note a call's prompt as the session's last one."""
-        if session.tail is not None and (tail is None or tail.digest != session.tail.digest):
-            old = (session.tenant, session.model, session.tail.digest)
+        before, was_of = session.tail, session.model
+        session.tail, session.tail_call, session.model = tail, call_id, model
+        if session.is_closed:
+            return
+        if before is not None and (tail is None or tail.digest != before.digest):
+            old = (session.tenant, was_of, before.digest)
             _drop(self._tails, old, session)
             _put(self._history, old, session)
             session.history.append(old)
             if len(session.history) > HISTORY_MAX:
                 self._forget(session, session.history.popleft())
-        session.tail, session.tail_call, session.model = tail, call_id, model
-        if tail is not None and not session.is_closed:
+        if tail is not None:
             _put(self._tails, (session.tenant, model, tail.digest), session)
 
     def close(self, session: Session, end: SessionEnd, now_s: float) -> None:

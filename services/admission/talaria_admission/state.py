@@ -32,6 +32,7 @@ from talaria_common.wire import (
     Link,
     LoadState,
     NotGranted,
+    PlaceReason,
     Snapshot,
     Tier,
 )
@@ -70,6 +71,22 @@ class Call:
     @property
     def open_grant(self) -> GrantRow | None:
         return next((row for row in self.grants.values() if row.is_open), None)
+
+    def rebuilt_answer(self) -> Granted | None:
+        """What the leader before this one answered, as far as the instances tell."""
+        row, session = self.grants.get(self.attempt), self.session
+        if row is None or session is None:
+            return None
+        return Granted(
+            grant=row.grant,
+            session=session.id,
+            source=session.source,
+            call_index=self.index,
+            parent=session.parent,
+            reason=PlaceReason.REPEATED,
+            is_continuation=self.index > 0,
+            started_unix_s=session.started_unix_s,
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -220,6 +237,8 @@ class Account:
         session = row.call.session
         if session is not None:
             session.calls_accepted += is_news
+            # A call that an earlier leader granted may come to light late.
+            session.calls_granted = max(session.calls_granted, session.calls_accepted)
             if row.grant.key.attempt == row.call.attempt:
                 session.instance = row.grant.instance
         return is_news

@@ -213,12 +213,14 @@ class Call(ABC):
         if self._place_began_s is None:
             self._place_began_s = self._now_s()
             self.tally.gateway_s = self._place_began_s - self.ask.arrived_s
+        began_s = self._now_s()
         place = question(self.ask, self._links, self._retries)
         reply = await self._race(
             ask_router(self._context.bus, self._config, place, self._calls.unreadable)
         )
-        self.tally.place_s += reply.place_s
+        # Placing is the router and the way there and back: this round trip, admission's part apart.
         self.tally.admit_s += reply.admit_s
+        self.tally.place_s += max(reply.place_s, self._now_s() - began_s - reply.admit_s)
         if isinstance(reply, NotGranted):
             raise self._no_place(reply)
         self.granted = self.tally.granted = reply

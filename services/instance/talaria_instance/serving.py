@@ -9,6 +9,7 @@ Everything here runs on the event loop and none of it waits.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -333,7 +334,8 @@ class Serving:
             case Run():
                 self.driver.command(effect)
             case Interrupt():
-                self._engine.wake()
+                # Behind the driver's own step: a command handed over just now has begun by then.
+                asyncio.get_running_loop().call_soon(self._engine.wake)
             case WakeAt(at_s=at_s):
                 self.driver.wake_at(at_s)
             case CancelWake():

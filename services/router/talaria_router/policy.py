@@ -94,6 +94,7 @@ class Router:
     def __init__(self, config: RouterConfig, policy: PolicySet) -> None:
         self._config = config
         self._lease_s = policy.lease_charge_s if policy.lease_tau_s > 0 else 0.0
+        self._linger_s = policy.linger_s
         self.views = Views(tokens_per_byte=config.tokens_per_byte, sessions_max=config.sessions_max)
 
     def step(self, event: Event, now_s: float) -> list[Effect]:
@@ -147,7 +148,7 @@ class Router:
                 continue
             load = self._load_without_own_lease(view, model, home)
             match = matches.get(view.instance, Match())
-            candidate = _price(view, model, load, match, sizes)
+            candidate = _price(view, model, load, match, sizes, self._linger_s)
             priced.append((_fits(model, sizes), candidate))
         # Sizes are guesses from bytes: when none seems to fit, the exact check is the instance's.
         kept = [c for fits, c in priced if fits] or [c for _, c in priced]
@@ -226,14 +227,19 @@ class Router:
 
 
 def _price(
-    view: InstanceView, model: ModelState, load: InstanceLoad, match: Match, sizes: Sizes
+    view: InstanceView,
+    model: ModelState,
+    load: InstanceLoad,
+    match: Match,
+    sizes: Sizes,
+    linger_s: float,
 ) -> Candidate:
     """The call's cost on one instance, and what it would be charged there."""
     prefill_s = model.prefill_fixed_s + model.prefill_token_s * sizes.new
     decode_s = model.decode_step_s * sizes.output / (1 + model.calls_running)
     recompute_s = model.prefill_token_s * max(0, sizes.known - match.tokens)
     kv_s = recompute_s + model.restore_token_s * match.restored_tokens
-    queue_s = _queue_s(view, model, load, prefill_s + kv_s)
+    queue_s = _queue_s(view, model, load, prefill_s + kv_s, linger_s)
     risk_s = model.deadline_risk * model.decode_step_s
     cost = CostTerms(
         load_s=queue_s + prefill_s + decode_s + risk_s,
@@ -251,11 +257,16 @@ def _price(
     )
 
 
-def _queue_s(view: InstanceView, model: ModelState, load: InstanceLoad, own_s: float) -> float:
+def _queue_s(
+    view: InstanceView, model: ModelState, load: InstanceLoad, own_s: float, linger_s: float
+) -> float:
     """Seconds until the call's prefill starts: other slots, work ahead, rounds it must sit out."""
     ahead_s = model.remaining_s + load.by_model_s.get(model.model, 0.0)
     elsewhere_s = max(0.0, load.committed_s - load.by_model_s.get(model.model, 0.0))
-    wait_s = model.next_slot_s + ahead_s + elsewhere_s
+    is_idle = not any(other.calls_waiting or other.calls_running for other in view.snapshot.models)
+    # An open slot without work is not kept to its planned end.
+    slot_wait_s = min(model.next_slot_s, linger_s) if is_idle else model.next_slot_s
+    wait_s = slot_wait_s + ahead_s + elsewhere_s
     busy = sum(
         1
         for other in view.snapshot.models

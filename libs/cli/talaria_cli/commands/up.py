@@ -18,6 +18,8 @@ from talaria_cli.nats import OwnNats
 from talaria_cli.output import ProgressLine, duration, say
 from talaria_cli.processes import Supervisor
 from talaria_cli.stack import Stack, members
+from talaria_common import logs
+from talaria_common.config import TelemetryConfig
 
 READY_WITHIN_S: Final = 60.0
 """From the last service's start to the gateway's yes."""
@@ -61,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
 async def _serve(deployment: Deployment, instances: int, in_processes: bool) -> int:
     stop = lifetime.Stop()
+    logs.set_up(deployment.settings.section("telemetry", TelemetryConfig).log_level)
     async with contextlib.AsyncExitStack() as cleanup:
         nats_url = deployment.bus.url
         if not nats_url:
