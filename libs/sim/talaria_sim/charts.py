@@ -123,8 +123,10 @@ def _slot(
     busy_s = slot["active_s"] + slot["idle_s"]
     block(at_s, busy_s, y, 30, f"m{number}")
     for name, seconds in slot["phases"]:
-        if str(name).upper().startswith("SP"):
+        if name == "SP":
             block(at_s, seconds, y + 32, 5, "sp")
+        elif name == "idle":
+            block(at_s, seconds, y, 30, "idle")
         at_s += seconds
     return parts
 

@@ -31,6 +31,13 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--url", default=endpoint.DEFAULT_URL, help="a running stack")
     parser.add_argument("--session", help="session id (default: a new one)")
     parser.add_argument("--max-tokens", type=int, default=512, metavar="N", help="longest answer")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="0 (default): the likeliest words",
+    )
     parser.set_defaults(run=run)
 
 
@@ -50,7 +57,12 @@ def run(args: argparse.Namespace) -> int:
         history: list[dict[str, str]] = []
         for text in _messages(is_live):
             history.append({"role": "user", "content": text})
-            body = {"model": model, "messages": history, "max_tokens": args.max_tokens}
+            body = {
+                "model": model,
+                "messages": history,
+                "max_tokens": args.max_tokens,
+                "temperature": args.temperature,
+            }
             answer = _answer(http, body, session, is_live)
             if answer:
                 history.append({"role": "assistant", "content": answer})
