@@ -52,6 +52,7 @@ def a_snapshot(
     *,
     version: int = 1,
     boot_id: str = "b1",
+    queued_s: float = 0.0,
     remaining_s: float = 0.0,
     live: tuple[Grant, ...] = (),
     ended: tuple[CallEnded, ...] = (),
@@ -62,7 +63,9 @@ def a_snapshot(
         instance=instance,
         boot_id=boot_id,
         version=version,
-        models=(ModelState(model=MODEL, residency="active", remaining_s=remaining_s),),
+        models=(
+            ModelState(model=MODEL, residency="active", queued_s=queued_s, remaining_s=remaining_s),
+        ),
         live_grants=tuple(LiveGrant(grant=grant, session="s", call_index=0) for grant in live),
         ended=ended,
         prefixes=prefixes,

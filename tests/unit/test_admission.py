@@ -250,7 +250,7 @@ def test_the_end_of_a_session_takes_its_leases() -> None:
 
 def test_the_first_candidate_that_accepts_gets_the_call() -> None:
     world = World()
-    world.beat("i-1", remaining_s=61.0)
+    world.beat("i-1", queued_s=61.0)
     granted = world.grant("c1", "u1")
     assert (granted.grant.instance, granted.reason) == ("i-2", PlaceReason.RANKED)
 
@@ -260,11 +260,11 @@ def test_beyond_the_cap_new_sessions_wait_outside_and_continuations_do_not() -> 
     a_leased_session(world)
     world.pass_s(2)
     for instance in world.instances:
-        world.beat(instance, remaining_s=90.0)
+        world.beat(instance, queued_s=90.0)
     assert refusal(world.admit("new", "n1")) == "overloaded"
     assert world.grant("c2", *RETURN, session="s").reason is PlaceReason.RANKED
     for instance in world.instances:
-        world.beat(instance, remaining_s=130.0)
+        world.beat(instance, queued_s=130.0)
     answer = world.admit("c3", *RETURN, session="s")
     assert isinstance(answer, NotGranted)
     assert answer.error.retry_after_s == pytest.approx(130 - 2 * 60, abs=1)
@@ -273,10 +273,17 @@ def test_beyond_the_cap_new_sessions_wait_outside_and_continuations_do_not() -> 
 def test_retry_after_is_what_the_wait_exceeds_the_cap_by() -> None:
     world = World()
     for instance in world.instances:
-        world.beat(instance, remaining_s=75.0)
+        world.beat(instance, queued_s=75.0)
     answer = world.admit("c1", "u1")
     assert isinstance(answer, NotGranted)
     assert answer.error.retry_after_s == pytest.approx(15.0)
+
+
+def test_running_decode_is_no_wait_since_a_new_call_joins_it() -> None:
+    world = World()
+    for instance in world.instances:
+        world.beat(instance, remaining_s=500.0)
+    assert world.grant("c1", "u1").reason is PlaceReason.RANKED
 
 
 CAPS: dict[str, tuple[AdmissionConfig, dict[str, int]]] = {
@@ -367,10 +374,10 @@ def test_a_known_attempt_gets_its_earlier_answer() -> None:
 def test_a_refused_attempt_stays_refused() -> None:
     world = World()
     for instance in world.instances:
-        world.beat(instance, remaining_s=75.0)
+        world.beat(instance, queued_s=75.0)
     assert refusal(world.admit("c1", "u1")) == "overloaded"
     for instance in world.instances:
-        world.beat(instance, remaining_s=0.0)
+        world.beat(instance, queued_s=0.0)
     assert refusal(world.admit("c1", "u1")) == "overloaded"
     assert world.grant("c1", "u1", attempt=2).call_index == 0
 

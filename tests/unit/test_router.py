@@ -225,12 +225,24 @@ def test_tokens_per_byte_are_learned_from_usage() -> None:
 def test_a_sessions_own_rate_is_preferred() -> None:
     router = a_router()
     router.step(an_end("i-9"), 0.0)
-    router.step(an_end("i-9", session="t", usage=Usage(prompt_tokens=200)), 0.0)
+    usage = Usage(prompt_tokens=200, completion_tokens=100)
+    router.step(an_end("i-9", session="t", usage=usage), 0.0)
     blocks = [
         router.rank(a_place(links=(), session=s), 0.0).candidates[0].charge_blocks
         for s in ("s", "t")
     ]
     assert blocks == [100, 25]
+
+
+def test_the_expected_output_is_learned_and_bounded_by_the_callers_limit() -> None:
+    router = a_router()
+    for _ in range(50):
+        router.step(an_end("i-9", usage=Usage(prompt_tokens=1000, completion_tokens=40)), 0.0)
+    blocks = [
+        router.rank(a_place(links=(), max_tokens=limit), 0.0).candidates[0].charge_blocks
+        for limit in (4000, 1)
+    ]
+    assert blocks == [97, 94]  # (1500 + 40) / 16, (1500 + 1) / 16
 
 
 def test_a_known_prefix_tells_its_tokens_exactly() -> None:

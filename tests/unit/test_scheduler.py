@@ -615,6 +615,17 @@ def test_predicted_work_is_prefill_and_batched_decode() -> None:
     assert it.scheduler.remaining_s("a") == pytest.approx(1.4)
 
 
+def test_a_new_call_waits_for_prefills_and_for_decode_only_without_room() -> None:
+    """Two calls wait: 2 * (0.1 + 0.1) prefill. In a batch of two, all their work: 1.4 s."""
+    roomy, full = Bench(), Bench(config=msgspec.structs.replace(CONFIG, batch_max=2))
+    for it in (roomy, full):
+        it.queue("b1", "b")
+        it.queue("a1", "a")
+        it.queue("a2", "a")
+    assert roomy.scheduler.queued_s("a") == pytest.approx(0.4)
+    assert full.scheduler.queued_s("a") == pytest.approx(1.4)
+
+
 def test_the_next_slot_is_behind_the_open_one() -> None:
     it = an_open_slot()
     assert it.scheduler.next_slot_s("a", it.now_s) == 0.0

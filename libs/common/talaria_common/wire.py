@@ -447,6 +447,9 @@ class ModelState(msgspec.Struct, frozen=True, kw_only=True):
     calls_running: Count = 0
     remaining_s: Seconds = 0.0
     """Predicted work of its waiting and running calls."""
+    queued_s: Seconds = 0.0
+    """Predicted work ahead of a call that arrives now; decode of running calls counts only where
+    they leave it no room."""
     next_slot_s: Seconds = 0.0
     """Until its next slot opens; 0 when it is active."""
     switch_s: Seconds = 0.0

@@ -170,10 +170,6 @@ class InstanceView:
     def takes_work(self) -> bool:
         return self.snapshot.is_ready and not self.snapshot.is_draining and not self.is_gone
 
-    @property
-    def remaining_s(self) -> float:
-        return sum(model.remaining_s for model in self.snapshot.models)
-
     def unlisted(self) -> Iterable[GrantRow]:
         """Open grants that the snapshot does not count."""
         return (row for row in self.open.values() if not row.is_listed)
@@ -184,8 +180,11 @@ class InstanceView:
         return grants_s + sum(le.charge_s for le in self.leases.values() if now_s < le.expires_s)
 
     def wait_s(self, now_s: float) -> float:
-        """Predicted seconds of work ahead of a new call."""
-        return self.remaining_s + self.committed_s(now_s)
+        """Predicted seconds before a new call's prefill: what is queued, and what is granted since.
+
+        Not all work that is left: a new call joins the decode of those that run.
+        """
+        return sum(model.queued_s for model in self.snapshot.models) + self.committed_s(now_s)
 
 
 class Account:

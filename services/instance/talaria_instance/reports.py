@@ -81,6 +81,7 @@ def _model_state(scheduler: Scheduler, facts: ModelFacts, now_s: float) -> Model
         calls_waiting=len(queue.waiting),
         calls_running=len(queue.running),
         remaining_s=scheduler.remaining_s(facts.model),
+        queued_s=scheduler.queued_s(facts.model),
         next_slot_s=scheduler.next_slot_s(facts.model, now_s),
         switch_s=0.0 if is_active else timing.switch_s,
         prefill_fixed_s=timing.prefill_fixed_s,

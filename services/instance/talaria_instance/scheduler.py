@@ -394,6 +394,10 @@ class Scheduler:
         """Predicted work of a model's calls."""
         return self._queues[model].remaining_s(self._config.batch_max)
 
+    def queued_s(self, model: str) -> float:
+        """Predicted work ahead of a call of a model that arrives now."""
+        return self._queues[model].queued_s(self._config.batch_max)
+
     def next_slot_s(self, model: str, now_s: float) -> float:
         """Predicted wait for a model's next slot, without its own switch; 0 when it has one."""
         slot = self._slot

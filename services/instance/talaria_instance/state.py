@@ -128,6 +128,18 @@ class ModelQueue:
         batch = min(batch_max, len(self.waiting) + len(self.running))
         return start_s + timing.decode_s(tokens, batch)
 
+    def queued_s(self, batch_max: int) -> float:
+        """Predicted work before the prefill of a call that arrives now.
+
+        Decode is shared with those who join: it is waited for only while batch or blocks are full.
+        """
+        blocks, sequences = self.room(batch_max)
+        wanted = sum(w.call.blocks for w in self.waiting.values())
+        if len(self.waiting) >= sequences or (self.blocks_max and wanted >= blocks):
+            return self.remaining_s(batch_max)
+        timing = self.timing
+        return sum(w.start_s(timing) for w in self.waiting.values()) + self.prefill_left_s
+
     def observe(self, report: StepReport) -> None:
         """Learn the times of one run."""
         calls = sum(1 for progress in report.calls if progress.prefilled_tokens > 0)

@@ -95,7 +95,11 @@ class Router:
         self._config = config
         self._lease_s = policy.lease_charge_s if policy.lease_tau_s > 0 else 0.0
         self._linger_s = policy.linger_s
-        self.views = Views(tokens_per_byte=config.tokens_per_byte, sessions_max=config.sessions_max)
+        self.views = Views(
+            tokens_per_byte=config.tokens_per_byte,
+            output_tokens=config.output_tokens,
+            sessions_max=config.sessions_max,
+        )
 
     def step(self, event: Event, now_s: float) -> list[Effect]:
         """Take a report, or decide what to ask admission for a call."""
@@ -180,7 +184,8 @@ class Router:
         rate = self.views.rates.rate(place.model, place.tenant, place.session)
         rest_bytes = max(0, place.prompt_bytes - longest.end_bytes)
         prompt = max(1, longest.tokens + math.ceil(rest_bytes * rate))
-        return Sizes(prompt, longest.tokens, place.max_tokens or self._config.output_tokens)
+        output = self.views.rates.output(place.model, place.max_tokens)
+        return Sizes(prompt, longest.tokens, output)
 
     def _home(self, place: PlaceCall, matches: dict[str, Match], now_s: float) -> Home | None:
         """The instance with the longest prefix; without any, the one that served the session."""

@@ -138,10 +138,12 @@ class Prefixes:
 
 
 class TokenRates:
-    """Tokens per canonical byte, learned from usage per session and per model."""
+    """Tokens per canonical byte of prompt, and tokens of output, learned from usage."""
 
-    def __init__(self, default: float, sessions_max: int) -> None:
+    def __init__(self, default: float, output_tokens: int, sessions_max: int) -> None:
         self._default = default
+        self._output_default = float(output_tokens)
+        self._outputs: dict[str, float] = {}
         self._models: dict[str, float] = {}
         self._sessions: Bounded[tuple[str, str, str], float] = Bounded(sessions_max)
 
@@ -154,6 +156,14 @@ class TokenRates:
         before = self._models.get(model, rate)
         self._models[model] = before + RATE_WEIGHT * (rate - before)
         self._sessions.put((model, ended.tenant, ended.session), rate)
+
+        mean = self._outputs.get(model, self._output_default)
+        self._outputs[model] = mean + RATE_WEIGHT * (ended.usage.completion_tokens - mean)
+
+    def output(self, model: str, limit: int) -> int:
+        """Expected output tokens of a call with this limit (0: none): few use what they may."""
+        mean = round(self._outputs.get(model, self._output_default))
+        return max(1, min(limit or mean, mean))
 
     def rate(self, model: str, tenant: str, session: str | None) -> float:
         """Best guess, most specific first."""
@@ -172,12 +182,12 @@ class SessionPlace:
 class Views:
     """Everything the router knows; each report is one method."""
 
-    def __init__(self, *, tokens_per_byte: float, sessions_max: int) -> None:
+    def __init__(self, *, tokens_per_byte: float, output_tokens: int, sessions_max: int) -> None:
         self.instances: dict[str, InstanceView] = {}
         self.models: set[str] = set()
         """Models that some instance has listed at some time."""
         self.prefixes = Prefixes()
-        self.rates = TokenRates(tokens_per_byte, sessions_max)
+        self.rates = TokenRates(tokens_per_byte, output_tokens, sessions_max)
         self.sessions: Bounded[tuple[str, str], SessionPlace] = Bounded(sessions_max)
         self._load = LoadState(epoch=0, version=0)
         self._loads: dict[str, InstanceLoad] = {}
