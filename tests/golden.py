@@ -122,8 +122,8 @@ def docs() -> str:
         "Generated from `libs/common/talaria_common/wire.py` and `subjects.py` by "
         "`python -m tests.golden`; a test keeps it current.",
         (ast.get_docstring(tree) or "").partition("\n\n")[2],
-        "Times are seconds as floats. A field without a default is required. `Count`: an integer "
-        "of at least 0. `Seconds`: a float of at least 0.",
+        "Times are seconds as floats. A field without a default is required. A message with a "
+        "value outside the bounds of its type is dropped whole.",
         "## Subjects",
         *_subjects(),
         "## Types",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -145,7 +147,9 @@ def test_a_restarted_bus_is_found_again_and_readiness_tells_the_truth() -> None:
         assert isinstance(last, dict), last
         assert last["error"]["code"] == "bus_down"
         # The supervisor starts the server again on the same port.
-        eventually(lambda: _is_ready(stack), 20, "ready again")
+        eventually(lambda: _listens(stack.nats_url), 20, "the server is back")
+        eventually(lambda: _is_answered(stack, model), 3, "a new call within 3 s of its return")
+        eventually(lambda: _is_ready(stack), 3, "ready again")
         stop.set()
         for worker in workers:
             worker.join(20)
@@ -158,6 +162,19 @@ def test_a_restarted_bus_is_found_again_and_readiness_tells_the_truth() -> None:
 
 def _services(stack: Stack) -> list[tuple[int, str]]:
     return [(pid, line) for pid, line in descendants(stack.process.pid) if " serve " in line]
+
+
+def _listens(url: str) -> bool:
+    at = httpx.URL(url)
+    with contextlib.suppress(OSError), socket.create_connection((at.host, at.port or 4222), 1):
+        return True
+    return False
+
+
+def _is_answered(stack: Stack, model: str) -> bool:
+    with stack.http(3) as http:
+        body = chat_body(model, "Back?", max_tokens=1)
+        return http.post("/v1/chat/completions", json=body).status_code == 200
 
 
 def _is_ready(stack: Stack) -> bool:

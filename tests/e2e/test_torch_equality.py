@@ -8,7 +8,6 @@ logits are less than 1e-3 apart.
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -27,11 +26,11 @@ from talaria_instance import catalog
 from talaria_instance.engine.torch.arena import kv_start
 from talaria_instance.engine.torch.spec import load_spec
 from talaria_instance.engine.torch.weights import weight_layout
+from tests.e2e.reference import SMALL_GAP, next_logits, top2_gap
 from tests.e2e.torch_rig import Rig
 
 pytestmark = [pytest.mark.real_model, pytest.mark.timeout(180)]
 
-SMALL_GAP = 1e-3
 TINY, OTHER, SMOL = "tiny-a", "tiny-b", "smollm2-135m"
 ARENA_BYTES = 250_000_000
 SMALL_VOCAB = 2048
@@ -112,20 +111,12 @@ def prompt(seed: int, tokens: int, vocab: int = SMALL_VOCAB) -> list[int]:
 # --- comparing ----------------------------------------------------------------------------------
 
 
-@functools.cache
-def _theirs(path: str) -> torch.nn.Module:
-    return transformers.AutoModelForCausalLM.from_pretrained(Path(path), dtype=torch.float32).eval()
-
-
 def assert_greedy(entry: ModelEntry, tokens: Sequence[int], got: Sequence[int]) -> None:
     """Each token is the one transformers finds best after the same ids, up to the first position
     where it hesitates itself."""
-    with torch.inference_mode():
-        ids = torch.tensor([[*tokens, *got[:-1]]])
-        logits = _theirs(entry.path)(ids).logits[0, len(tokens) - 1 :]
+    logits = next_logits(entry.path, tokens, got)
     for at, (ours, row) in enumerate(zip(got, logits, strict=True)):
-        best = row.topk(2)
-        theirs, gap = int(best.indices[0]), float(best.values[0] - best.values[1])
+        theirs, gap = int(row.argmax()), top2_gap(row)
         if ours != theirs and gap < SMALL_GAP:
             assert at > len(got) // 2, f"hesitates already at token {at}: a poor prompt"
             return

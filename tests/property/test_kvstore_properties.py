@@ -19,10 +19,9 @@ Event = tuple[str, Sequence[bytes]]
 names = st.text("ab", min_size=1, max_size=4).map(str.encode)
 saves = st.tuples(st.just("save"), st.lists(names, max_size=4))
 drops = st.tuples(st.just("drop"), st.lists(names, max_size=4))
-touches = st.tuples(st.just("touch"), st.lists(names, max_size=4))
 boots: st.SearchStrategy[Event] = st.tuples(st.just("boot"), st.just([]))
 evictions: st.SearchStrategy[Event] = st.tuples(st.just("evict"), st.just([]))
-histories = st.lists(st.one_of(saves, drops, touches, boots), max_size=12)
+histories = st.lists(st.one_of(saves, drops, boots), max_size=12)
 
 
 def entry(prefix: bytes) -> KvEntry:
@@ -40,8 +39,6 @@ def apply(registry: Registry, instance: str, event: Event, lives: dict[str, int]
             registry.save(instance, [entry(p) for p in prefixes], 0.0)
         case "drop":
             registry.drop(instance, prefixes)
-        case "touch":
-            registry.touch(instance, prefixes, 0.0)
         case "evict":
             chosen = choose_evictions(registry.candidates(0.0, SILENT_S), 3)
             registry.ask(chosen, 0.0)
@@ -52,7 +49,7 @@ def holdings(registry: Registry) -> set[tuple[str, bytes]]:
     return {(c.instance, c.prefix) for c in registry.candidates(0.0, SILENT_S)}
 
 
-@given(st.lists(st.tuples(st.sampled_from(INSTANCES), st.one_of(saves, drops, touches, evictions))))
+@given(st.lists(st.tuples(st.sampled_from(INSTANCES), st.one_of(saves, drops, evictions))))
 def test_accounting_returns_to_zero_when_all_is_dropped(events: list[tuple[str, Event]]) -> None:
     registry, lives = Registry(), dict.fromkeys(INSTANCES, 0)
     told: set[bytes] = set()

@@ -5,21 +5,20 @@ from __future__ import annotations
 import pytest
 
 from talaria_common.wire import KvEntry
-from talaria_kvstore.registry import SESSIONS_MAX, Registry
+from talaria_kvstore.registry import Registry
 from talaria_kvstore.retention import choose_evictions
 
 SILENT_S = 5.0
 CHAIN = (b"a", b"ab", b"abc")
 
 
-def entry(prefix: bytes, *, model: str = "m", nbytes: int = 10, session: str = "s") -> KvEntry:
+def entry(prefix: bytes, *, model: str = "m", nbytes: int = 10) -> KvEntry:
     return KvEntry(
         prefix=prefix,
         parent=prefix[:-1],
         model=model,
         tokens=16 * len(prefix),
         nbytes=nbytes,
-        session=session,
     )
 
 
@@ -92,14 +91,6 @@ def test_an_instance_silent_for_long_is_forgotten(registry: Registry) -> None:
     registry.check()
 
 
-def test_sessions_of_a_prefix_are_the_latest_ones(registry: Registry) -> None:
-    for n in range(SESSIONS_MAX + 1):
-        registry.save("i-2", [entry(b"a", session=f"s-{n}")], 1.0)
-    sessions = registry.sessions_of(b"a")
-    assert (len(sessions), sessions[-1]) == (SESSIONS_MAX, f"s-{SESSIONS_MAX}")
-    assert "s" not in sessions
-
-
 def test_an_eviction_under_way_is_not_asked_for_again(registry: Registry) -> None:
     chosen = choose_evictions(registry.candidates(1.0, SILENT_S), 10)
     registry.ask(chosen, 1.0)
@@ -119,11 +110,3 @@ def test_an_unconfirmed_eviction_is_a_candidate_again_and_then_disbelieved(
         assert registry.expire_asks(now_s + 4.0, 5.0, 2) == 0
         assert registry.expire_asks(now_s + 6.0, 5.0, 2) == disbelieved
     assert found(registry, *CHAIN) == {"i-1": 2, "i-2": 1}
-
-
-def test_a_use_takes_an_eviction_back(registry: Registry) -> None:
-    registry.ask([c for c in registry.candidates(1.0, SILENT_S) if c.prefix == b"abc"], 1.0)
-    registry.touch("i-1", CHAIN, 2.0)
-    assert registry.staying_bytes(2.0, SILENT_S) == 40
-    used_s = {c.prefix: c.last_use_s for c in registry.candidates(2.0, SILENT_S)}
-    assert used_s[b"abc"] == 2.0

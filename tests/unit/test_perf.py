@@ -16,10 +16,11 @@ SEED = ModelTiming(
 )
 
 
-def test_a_call_is_its_restore_prefill_and_share_of_decode() -> None:
-    """200 * 0.0001 + (0.1 + 300 * 0.001) + 50 * 0.02 / 4 = 0.02 + 0.4 + 0.25."""
-    seconds = SEED.call_s(prefill_tokens=300, restore_tokens=200, output_tokens=50, batch=4)
-    assert seconds == pytest.approx(0.67)
+def test_predictions_are_linear_in_tokens_and_decode_is_shared_by_the_batch() -> None:
+    """200 * 0.0001, 0.1 + 300 * 0.001, 50 * 0.02 / 4."""
+    assert SEED.restore_s(200) == pytest.approx(0.02)
+    assert SEED.prefill_s(300) == pytest.approx(0.4)
+    assert SEED.decode_s(50, batch=4) == pytest.approx(0.25)
 
 
 def test_nothing_to_prefill_takes_no_time() -> None:

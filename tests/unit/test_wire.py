@@ -75,6 +75,11 @@ UNREADABLE = {
     "no MessagePack": b"\xc1\xff",
     "empty": b"",
     "cut off": bytes.fromhex(RECORDED["RunCall"]["full"])[:-3],
+    "nested without end": msgspec.msgpack.encode({"type": "cancel_call"}).replace(
+        b"\x81", b"\x82", 1
+    )
+    + b"\xa1x"
+    + b"\x91" * 100_000,
 }
 
 
@@ -90,6 +95,10 @@ OUT_OF_BOUNDS: dict[str, tuple[type[Message], dict[str, object]]] = {
     "unknown refusal": (wire.Refused, {"reason": "tired"}),
     "seconds as text": (wire.Granted, {"place_s": "1"}),
     "null where required": (wire.RunCall, {"session": None}),
+    "an epoch that leaves no room for counting": (wire.SnapshotRequest, {"epoch": 2**31}),
+    "a count beyond any sum": (wire.Snapshot, {"queued_calls": 2**63}),
+    "endless seconds": (wire.CallSettled, {"ended_unix_s": float("inf")}),
+    "an attempt below the first": (wire.Accepted, {"key": ["c", 0]}),
 }
 
 

@@ -1,6 +1,6 @@
 """Names of span attributes, in one place. Pure.
 
-OpenTelemetry's GenAI and messaging names where they exist (conventions v0.1.0, in development: a
+OpenTelemetry's GenAI names where they exist (conventions v0.1.0, in development: a
 rename there is one line here), `talaria.*` for what only Talaria has.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-# --- GenAI and messaging conventions ------------------------------------------------------------
+# --- GenAI conventions --------------------------------------------------------------------------
 
 OPERATION: Final = "gen_ai.operation.name"
 PROVIDER: Final = "gen_ai.provider.name"
@@ -20,15 +20,10 @@ INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
 OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
 CACHED_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"
 TIME_TO_FIRST_TOKEN: Final = "gen_ai.server.time_to_first_token"
-TIME_PER_OUTPUT_TOKEN: Final = "gen_ai.server.time_per_output_token"
-REQUEST_DURATION: Final = "gen_ai.server.request.duration"
-MESSAGING_SYSTEM: Final = "messaging.system"
 ERROR_TYPE: Final = "error.type"
 
 # --- who and which ------------------------------------------------------------------------------
 
-TENANT: Final = "talaria.tenant"
-SESSION: Final = "talaria.session.id"
 SESSION_SOURCE: Final = "talaria.session.source"
 SESSION_PARENT: Final = "talaria.session.parent"
 SESSION_CALLS: Final = "talaria.session.calls"
@@ -41,7 +36,6 @@ OUTCOME: Final = "talaria.call.outcome"
 IS_CONTINUATION: Final = "talaria.call.is_continuation"
 INSTANCE: Final = "talaria.instance"
 BOOT: Final = "talaria.instance.boot_id"
-POLICY: Final = "talaria.policy"
 
 # --- placing ------------------------------------------------------------------------------------
 
@@ -58,21 +52,11 @@ EPOCH: Final = "talaria.admission.epoch"
 GRANT: Final = "talaria.admission.grant"
 LEASE_OF: Final = "talaria.admission.lease_of"
 CHARGE_S: Final = "talaria.admission.charge_s"
-RETRY_AFTER_S: Final = "talaria.admission.retry_after_s"
 
 # --- running ------------------------------------------------------------------------------------
 
-SLOT: Final = "talaria.slot"
-ROUND: Final = "talaria.round"
-PHASE: Final = "talaria.slot.phase"
-PARKED_BY: Final = "talaria.slot.parked_by"
-PREFIX_TIER: Final = "talaria.prefix.tier"
-PREFIX_TOKENS: Final = "talaria.prefix.tokens"
 RESTORED_TOKENS: Final = "talaria.restore.tokens"
 SAVED_BYTES: Final = "talaria.kv_save.bytes"
-SWITCH_PATH: Final = "talaria.switch.path"
-SWITCH_BYTES: Final = "talaria.switch.bytes"
-SWITCH_FROM: Final = "talaria.switch.from"
 
 # --- session completion time --------------------------------------------------------------------
 

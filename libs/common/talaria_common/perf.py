@@ -1,8 +1,8 @@
 """The performance model: what calls and switches take on one instance, learned as they run. Pure.
 
 Five terms a model, all in seconds, each an exponentially weighted mean of what was measured.
-Predictions are linear in tokens: admission, the router's costs and the scheduler's rounds use the
-same ones.
+Predictions are linear in tokens. The scheduler plans with them; snapshots carry the terms, and the
+router's costs, which admission charges, are made from those.
 """
 
 from __future__ import annotations
@@ -44,16 +44,6 @@ class ModelTiming(msgspec.Struct, frozen=True, kw_only=True):
     def decode_s(self, tokens: int, batch: int = 1) -> float:
         """A call's own share of `tokens` decode iterations in a batch of `batch`."""
         return tokens * self.decode_step_s / max(batch, 1)
-
-    def call_s(
-        self, *, prefill_tokens: int, restore_tokens: int, output_tokens: int, batch: int = 1
-    ) -> float:
-        """Instance-seconds of one call: restore, prefill and its share of decode."""
-        return (
-            self.restore_s(restore_tokens)
-            + self.prefill_s(prefill_tokens)
-            + self.decode_s(output_tokens, batch)
-        )
 
 
 class TimingModel:

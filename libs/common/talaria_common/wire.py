@@ -14,10 +14,13 @@ from typing import Annotated, Final, Literal, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta
 
-Seconds: TypeAlias = Annotated[float, Meta(ge=0)]
-Count: TypeAlias = Annotated[int, Meta(ge=0)]
-Attempt: TypeAlias = Annotated[int, Meta(ge=1)]
-Id: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
+# Every number has an upper bound, so that what is made from numbers that came can be sent.
+Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e12)]
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**53 - 1)]
+Attempt: TypeAlias = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Epoch: TypeAlias = Annotated[int, Meta(ge=0, le=2**30)]
+Serial: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+"""Grows over all epochs: the epoch in its upper, a count in its lower 32 bits."""
 
 Tier: TypeAlias = Literal["device", "host", "disk", "remote", "absent"]
 """Where a prefix is, best first."""
@@ -41,7 +44,7 @@ class CallKey(msgspec.Struct, frozen=True, array_like=True, order=True):
     """Idempotency key of one attempt at one call, everywhere."""
 
     call_id: str
-    attempt: int = 1
+    attempt: Attempt = 1
 
     def __str__(self) -> str:
         return f"{self.call_id}/{self.attempt}"
@@ -131,15 +134,15 @@ class Home(msgspec.Struct, frozen=True, kw_only=True):
 class Grant(msgspec.Struct, frozen=True, kw_only=True):
     """Admission's permission for one attempt on one boot of one instance."""
 
-    epoch: Count
-    n: Count
+    epoch: Epoch
+    n: Serial
     key: CallKey
     instance: str
     boot_id: str
     model: str
     charge_s: Seconds
     charge_blocks: Count = 0
-    lease_of: int | None = None
+    lease_of: Serial | None = None
     """The grant whose end installed the lease that this one consumed."""
 
 
@@ -194,7 +197,7 @@ class AdmitCall(Message, frozen=True, kw_only=True, tag="admit_call"):
     place: PlaceCall
     ranked: tuple[Candidate, ...]
     home: Home | None = None
-    load_version: Count = 0
+    load_version: Serial = 0
     """Version of the LoadState that the costs count; 0: of none."""
 
 
@@ -482,7 +485,7 @@ class Snapshot(Message, frozen=True, kw_only=True, tag="snapshot"):
     instance: str
     boot_id: str
     version: Count
-    epoch_seen: Count = 0
+    epoch_seen: Epoch = 0
     engine: str = ""
     is_ready: bool = True
     is_draining: bool = False
@@ -515,7 +518,7 @@ class LiveGrant(msgspec.Struct, frozen=True, kw_only=True):
 class SnapshotRequest(Message, frozen=True, kw_only=True, tag="snapshot_request"):
     """Asks for a snapshot at once."""
 
-    epoch: Count = 0
+    epoch: Epoch = 0
 
 
 class InstanceLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -533,9 +536,8 @@ class InstanceLoad(msgspec.Struct, frozen=True, kw_only=True):
 class LoadState(Message, frozen=True, kw_only=True, tag="load_state"):
     """The one account of load; on change, at most 20/s."""
 
-    epoch: Count
-    version: Count
-    """Grows over all epochs."""
+    epoch: Epoch
+    version: Serial
     instances: tuple[InstanceLoad, ...] = ()
 
 
@@ -596,7 +598,7 @@ class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
     calls: Count = 0
     in_flight: Count = 0
     instance: str | None = None
-    epoch: Count = 0
+    epoch: Epoch = 0
     started_unix_s: Seconds = 0.0
     last_unix_s: Seconds = 0.0
     tail: Link | None = None
@@ -683,14 +685,6 @@ class KvDropped(Message, frozen=True, kw_only=True, tag="kv_dropped"):
     is_all: bool = False
 
 
-class KvTouched(Message, frozen=True, kw_only=True, tag="kv_touched"):
-    """Blocks that were restored: they are in use."""
-
-    instance: str
-    boot_id: str
-    prefixes: tuple[bytes, ...]
-
-
 class EvictKv(Message, frozen=True, kw_only=True, tag="evict_kv"):
     """The retention's choice; the instance drops what is not pinned and says so."""
 
@@ -719,7 +713,7 @@ class KvStats(Message, frozen=True, kw_only=True, tag="kv_stats"):
     by_instance: dict[str, int] = {}
 
 
-KvEvent: TypeAlias = KvSaved | KvDropped | KvTouched
+KvEvent: TypeAlias = KvSaved | KvDropped
 KvQuery: TypeAlias = KvLookup | KvStats
 
 
@@ -771,5 +765,5 @@ def decode(decoder: msgspec.msgpack.Decoder[T], payload: bytes) -> T | None:
     """The message, or None for bytes that this version cannot read: the caller counts and drops."""
     try:
         return decoder.decode(payload)
-    except msgspec.DecodeError:  # ValidationError (unknown tag, bound) is one
+    except (msgspec.DecodeError, RecursionError):  # ValidationError (unknown tag, bound) is one
         return None

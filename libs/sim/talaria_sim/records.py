@@ -27,7 +27,6 @@ class CallRecord(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
     output_tokens: int = 0
     planned_prompt_tokens: int = 0
-    planned_output_tokens: int = 0
     covers_before: bool | None = None
     """Cached tokens cover the previous prompt but for less than one block; None: not an extension."""
 

@@ -241,7 +241,6 @@ class _Agent:
                 error=f"{answer.status or 'no answer'} {answer.code}: {answer.text}",
                 times_shed=times_shed,
                 planned_prompt_tokens=plan.prompt_tokens,
-                planned_output_tokens=plan.output_tokens,
             )
         before = self._before
         return CallRecord(
@@ -255,7 +254,6 @@ class _Agent:
             cached_tokens=answer.cached_tokens,
             output_tokens=answer.output_tokens,
             planned_prompt_tokens=plan.prompt_tokens,
-            planned_output_tokens=plan.output_tokens,
             covers_before=(
                 answer.cached_tokens > before.prompt_tokens - BLOCK_TOKENS
                 if before and self._plan.extends(index)

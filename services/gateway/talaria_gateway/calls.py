@@ -271,6 +271,6 @@ def _cancelled_id(message: Msg) -> str:
     """Whose cancel this is: MessagePack, JSON, or nothing but the subject."""
     cancel = wire.decode(wire.CANCEL_CALL, message.payload)
     if cancel is None:
-        with contextlib.suppress(msgspec.DecodeError):
+        with contextlib.suppress(msgspec.DecodeError, RecursionError):
             cancel = _json_cancel.decode(message.payload)
     return cancel.call_id if cancel is not None else message.subject.split(".")[-2]

@@ -41,7 +41,7 @@ WorkingState: TypeAlias = Literal["queued", "paused", "running"]
 _log = logging.getLogger(__name__)
 
 POSTS_MAX: Final = 10_000
-"""Messages beside the streams that wait for the bus; the oldest give way (snapshots repeat them)."""
+"""Messages beside the streams that wait for the bus; the oldest give way (snapshots list the ends)."""
 
 
 @dataclass(eq=False)
@@ -111,10 +111,7 @@ class Outlet:
         self._posts: deque[tuple[str, bytes]] = deque(maxlen=POSTS_MAX)
         self._wanted = asyncio.Event()
         self._urgent = asyncio.Event()
-        self._urgent = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self.lost = 0
-        """Messages that the bus did not take."""
 
     def start(self) -> None:
         """Begin to publish."""
@@ -185,7 +182,6 @@ class Outlet:
             return
         stream.final = (ended, final)
         self._mark(stream, is_urgent=True)
-        self._urgent.set()
 
     def silent(self, now_s: float) -> list[CallKey]:
         """Streams whose reader should get a sign of life."""
@@ -258,5 +254,4 @@ class Outlet:
             await self._bus.publish(subject, payload, reply=reply)
         except TalariaError as error:
             # The bus is down: open streams end by on_disconnect, state by the next snapshot.
-            self.lost += 1
             _log.debug("not published", extra={"subject": subject, "reason": str(error)})

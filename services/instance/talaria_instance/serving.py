@@ -48,6 +48,8 @@ from talaria_instance.events import (
     Run,
     SlotClosed,
     SlotOpened,
+    Stepped,
+    Switched,
     TimingChanged,
     WakeAt,
 )
@@ -171,6 +173,8 @@ class Serving:
         """Queue a checked call; earlier attempts at it end first. `expected` output, 0: unknown."""
         for earlier in self._book.lower_attempts(call.key):
             self.end(earlier, EndReason.SUPERSEDED)
+        # First: an engine that has just gone raises here, before anything is held.
+        where = self._engine.locality(prepared)
         now_s = self._clock.now_s()
         call.prepared = prepared
         call.ledger = Ledger(now_s)
@@ -179,7 +183,6 @@ class Serving:
             call.ledger.switching(now_s)
         run = call.run
         self._outlet.open(call.key, run.inbox, run.encoding, run.notify, listening)
-        where = self._engine.locality(prepared)
         event = CallQueued(
             key=call.key,
             model=call.model,
@@ -394,7 +397,7 @@ class Serving:
         if self.is_broken:
             return
         self._shell.apply(event)
-        if event.__struct_config__.tag in ("stepped", "switched"):
+        if isinstance(event, Stepped | Switched):
             self._failures = 0
 
     def _engine_failed(self, model: str, detail: str) -> None:

@@ -15,8 +15,6 @@ from talaria_common.errors import InvariantBroken
 from talaria_common.wire import KvEntry
 from talaria_kvstore.retention import Candidate
 
-SESSIONS_MAX: Final = 16
-"""Sessions remembered per prefix, the last ones; a shared opening has thousands."""
 RETIRED_MAX: Final = 16
 """Earlier boot ids remembered per instance, so that their late events are known as such."""
 
@@ -38,10 +36,7 @@ class Prefix:
 
     model: str
     parent: bytes
-    tokens: int
     holders: dict[str, Holding] = field(default_factory=dict)
-    sessions: dict[str, None] = field(default_factory=dict)
-    """In order of their last save."""
 
 
 @dataclass
@@ -88,14 +83,7 @@ class Registry:
         """Add prefixes that a known instance now holds."""
         holder = self._holders[instance]
         for entry in entries:
-            prefix = self._prefixes.setdefault(
-                entry.prefix, Prefix(entry.model, entry.parent, entry.tokens)
-            )
-            if entry.session:
-                prefix.sessions.pop(entry.session, None)
-                prefix.sessions[entry.session] = None
-                if len(prefix.sessions) > SESSIONS_MAX:
-                    del prefix.sessions[next(iter(prefix.sessions))]
+            prefix = self._prefixes.setdefault(entry.prefix, Prefix(entry.model, entry.parent))
             if instance in prefix.holders:
                 self._remove(instance, entry.prefix, keep=True)
             prefix.holders[instance] = Holding(entry.nbytes, now_s)
@@ -109,15 +97,6 @@ class Registry:
         for prefix in gone:
             self._remove(instance, prefix)
         return len(gone)
-
-    def touch(self, instance: str, prefixes: Sequence[bytes], now_s: float) -> None:
-        """Note a use of prefixes; what is in use is not evicted after all."""
-        for prefix in prefixes:
-            if prefix in self._holders[instance].prefixes:
-                holding = self._prefixes[prefix].holders[instance]
-                self._unask(instance, holding)
-                holding.last_use_s = max(holding.last_use_s, now_s)
-                holding.asks = 0
 
     def clear(self, instance: str) -> None:
         """Remove everything that an instance holds."""
@@ -203,11 +182,6 @@ class Registry:
             for instance, holder in self._holders.items()
             if self._is_there(instance, now_s, silent_s)
         )
-
-    def sessions_of(self, prefix: bytes) -> tuple[str, ...]:
-        """Sessions that saved a prefix, the latest last."""
-        known = self._prefixes.get(prefix)
-        return tuple(known.sessions) if known else ()
 
     @property
     def entries(self) -> int:

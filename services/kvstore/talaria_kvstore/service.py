@@ -94,8 +94,6 @@ class KvstoreService:
                 self._registry.clear(event.instance)
             case wire.KvDropped():
                 self._registry.drop(event.instance, event.prefixes)
-            case wire.KvTouched():
-                self._registry.touch(event.instance, event.prefixes, now_s)
             case _:
                 assert_never(event)
         await self._evict()

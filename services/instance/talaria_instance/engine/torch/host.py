@@ -161,17 +161,19 @@ class HostPool(Generic[B]):
                 raise InvariantBroken(f"host pool holds {total} of {self._limit_bytes} bytes")
 
     def _make_room(self, nbytes: int) -> tuple[bytes, ...]:
-        dropped = []
-        if self._live_bytes + nbytes > self._limit_bytes:
-            for prefix, block in list(self._shared.items()):
-                if block.pins:
-                    continue
-                del self._shared[prefix]
-                self._free(block)
-                dropped.append(prefix)
-                if self._live_bytes + nbytes <= self._limit_bytes:
-                    break
-        return tuple(dropped)
+        """Drop copies that nobody has pinned, least recently used first, until `nbytes` fit."""
+        victims: list[HostBlock[B]] = []
+        excess_bytes = self._live_bytes + nbytes - self._limit_bytes
+        for block in self._shared.values():
+            if excess_bytes <= 0:
+                break
+            if not block.pins:
+                victims.append(block)
+                excess_bytes -= block.nbytes
+        for block in victims:
+            del self._shared[block.name.prefix]
+            self._free(block)
+        return tuple(block.name.prefix for block in victims)
 
     def _take_buffer(self, nbytes: int) -> B:
         self._live_bytes += nbytes
