@@ -146,6 +146,7 @@ def test_a_restarted_bus_is_found_again_and_readiness_tells_the_truth() -> None:
             last = list(stream)[-1]
         assert isinstance(last, dict), last
         assert last["error"]["code"] == "bus_down"
+        assert not _is_ready(stack), "ready without a bus"
         # The supervisor starts the server again on the same port.
         eventually(lambda: _listens(stack.nats_url), 20, "the server is back")
         eventually(lambda: _is_answered(stack, model), 3, "a new call within 3 s of its return")

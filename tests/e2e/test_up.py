@@ -76,6 +76,18 @@ def test_chat_reads_one_message_a_line_and_keeps_the_history(stack: Stack) -> No
     assert (document["id"], document["calls"]) == (session, 2)
 
 
+def test_chat_takes_input_that_is_no_text(stack: Stack) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "talaria_cli.main", "chat", MODEL, "--url", stack.url],
+        input=b"\xff\xfe\n",
+        capture_output=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
 def test_sessions_and_models_are_tables_of_the_running_stack(stack: Stack) -> None:
     with stack.http() as http:
         headers = {"X-Session-ID": "listed"}
@@ -161,6 +173,21 @@ def test_a_signal_ends_everything(
 
 
 @pytest.mark.parametrize("processes", [(), ("--processes",)], ids=["one", "processes"])
+def test_a_second_signal_hurries_the_end_and_breaks_nothing(processes: tuple[str, ...]) -> None:
+    body = chat_body(MODEL, "Hi", max_tokens=3000, ignore_eos=True, stream=True)
+    with running("--engine", "fake", *processes) as stack, stack.http() as http:
+        pids = [pid for pid, _ in descendants(stack.process.pid)]
+        with http.stream("POST", "/v1/chat/completions", json=body) as answer:
+            assert next(answer.iter_lines())
+            stack.process.send_signal(signal.SIGTERM)
+            time.sleep(0.1)
+            stack.process.send_signal(signal.SIGTERM)
+            assert stack.process.wait(10) == 0, stack.tail()
+        assert not any("Traceback" in line for line in stack.log), stack.tail()
+        eventually(lambda: all_gone(pids), 5, "no process is left")
+
+
+@pytest.mark.parametrize("processes", [(), ("--processes",)], ids=["one", "processes"])
 def test_a_killed_supervisor_leaves_no_process(processes: tuple[str, ...]) -> None:
     with running("--engine", "fake", *processes) as stack:
         pids = [pid for pid, _ in descendants(stack.process.pid)]
@@ -198,6 +225,16 @@ def test_a_service_that_cannot_start_ends_the_start() -> None:
     )
     assert done.returncode == 1
     assert "nats://127.0.0.1:1" in done.stderr
+
+
+def test_a_failed_start_says_only_why(tmp_path: Path) -> None:
+    file = tmp_path / "given.toml"
+    file.write_text("[instance.fake]\nblock_tokens = 0\n")
+    done = talaria("up", "--engine", "fake", "--port", "0", "--config", str(file))
+    assert done.returncode == 2
+    lines = [line for line in done.stderr.splitlines() if "starting services" not in line]
+    assert len(lines) == 1, done.stderr
+    assert "block_tokens" in lines[0]
 
 
 def test_a_service_can_be_served_on_its_own(stack: Stack) -> None:

@@ -12,7 +12,7 @@ import httpx
 
 from talaria_common import subjects, wire
 from talaria_common.bodies import Assembler
-from talaria_common.bus import Bus, Msg
+from talaria_common.bus import Bus, Msg, Subscription
 from talaria_common.clock import WallClock
 from talaria_common.config import Settings, TelemetryConfig
 from talaria_common.memory_bus import MemoryBroker
@@ -33,6 +33,7 @@ from talaria_common.wire import (
     FirstToken,
     Grant,
     Granted,
+    LiveGrant,
     ModelState,
     NotGranted,
     PlaceCall,
@@ -173,12 +174,20 @@ class StubInstance:
 
     async def snapshot(self) -> None:
         self._version += 1
-        running = sum(not task.done() for task in self._tasks.values())
+        running = {key for key, task in self._tasks.items() if not task.done()}
         state = ModelState(
-            model=MODEL, residency="active", calls_running=running, max_model_len=CONTEXT
+            model=MODEL, residency="active", calls_running=len(running), max_model_len=CONTEXT
         )
         snapshot = Snapshot(
-            instance=self.name, boot_id=self.boot_id, version=self._version, models=(state,)
+            instance=self.name,
+            boot_id=self.boot_id,
+            version=self._version,
+            models=(state,),
+            live_grants=tuple(
+                LiveGrant(grant=run.grant, session=run.session, call_index=run.call_index)
+                for run in self.runs
+                if run.grant.key in running
+            ),
         )
         await self.bus.publish(subjects.snapshot(self.name), wire.encode(snapshot))
 
@@ -245,9 +254,17 @@ class StubRouter:
         self.places: list[PlaceCall] = []
         self.decide: Callable[[PlaceCall], PlaceReply | None] = self.first
         self._granted = 0
+        self._subscription: Subscription | None = None
 
     async def start(self) -> None:
-        await self.bus.subscribe(subjects.PLACE, self._on_place, queue="router")
+        self._subscription = await self.bus.subscribe(
+            subjects.PLACE, self._on_place, queue="router"
+        )
+
+    async def die(self) -> None:
+        """Leave the bus until the next start."""
+        assert self._subscription is not None
+        await self._subscription.unsubscribe()
 
     async def _on_place(self, message: Msg) -> None:
         place = wire.decode(wire.PLACE_CALL, message.payload)

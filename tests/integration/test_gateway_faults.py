@@ -196,6 +196,15 @@ async def test_silence_before_the_first_token_places_the_call_again(here: World)
     await eventually(lambda: here.one.cancelled, 2, "the silent attempt is stopped")
 
 
+async def test_a_call_waits_for_a_router_that_is_started_again(here: World) -> None:
+    await here.router.die()
+    call = asyncio.create_task(here.post())
+    done, _ = await asyncio.wait([call], timeout=1.5)
+    assert not done, call.result().text
+    await here.router.start()
+    assert (await call).status_code == 200
+
+
 async def test_an_answer_for_another_call_is_no_answer(here: World) -> None:
     here.router.decide = _wrong_once(here)
     assert (await here.post()).status_code == 200

@@ -16,7 +16,7 @@ from talaria_common.ids import new_ulid
 from talaria_common.testing import eventually
 from talaria_common.wire import CallStarted, Delta, Ended, EndReason, ErrorInfo, Refused, Working
 
-from .gateway_peers import MODEL, Emitter, World, chat, go_on, say_nothing, world
+from .gateway_peers import FAST, MODEL, Emitter, World, chat, go_on, say_nothing, world
 
 
 @pytest.fixture
@@ -202,6 +202,33 @@ async def test_an_instance_that_dies_after_a_token_ends_the_call(here: World) ->
     assert ended.error is not None
     assert ended.error.code == "instance_lost"
     assert not here.two.runs
+
+
+async def test_a_call_whose_end_got_lost_ends_once_its_instance_no_longer_lists_it(
+    here: World,
+) -> None:
+    async def one_token(out: Emitter) -> None:
+        await out.text("x")
+
+    here.one.script = one_token
+    caller = Caller(here)
+    await caller.call()
+    ended = await caller.end()
+    assert ended.error is not None
+    assert ended.error.code == "connection_lost"
+    assert await here.metric("talaria_gateway_calls_open") == 0
+
+
+async def test_a_call_that_its_instance_lists_may_be_silent(here: World) -> None:
+    async def a_long_silence(out: Emitter) -> None:
+        await out.text("x")
+        await asyncio.sleep(2 * FAST["silence_s"])
+        await out.end()
+
+    here.one.script = a_long_silence
+    caller = Caller(here)
+    await caller.call()
+    assert (await caller.end()).reason is EndReason.FINISHED
 
 
 async def test_a_failure_on_the_instance_is_told_once(here: World) -> None:

@@ -14,6 +14,7 @@ from talaria_admission.events import (
     LeaseOver,
     Loaded,
     Opened,
+    RowChanged,
     SendCancel,
     SessionOver,
     SessionStarted,
@@ -396,6 +397,15 @@ def test_a_late_attempt_is_superseded() -> None:
     assert refusal(world.admit("c1", "u1", attempt=1)) == "superseded"
 
 
+@pytest.mark.parametrize("attempt", [1, 2])
+def test_a_call_that_is_over_is_not_placed_again(attempt: int) -> None:
+    world = World()
+    first = world.grant("c1", "u1")
+    world.end(first, "u1")
+    world.settle(first, 0, 1)
+    assert refusal(world.admit("c1", "u1", attempt=attempt)) == "superseded"
+
+
 def test_a_cancelled_call_is_not_placed_for_a_minute() -> None:
     world = World()
     world.step(CancelCall(call_id="c1"))
@@ -776,3 +786,10 @@ def test_entries_of_another_instance_or_boot_are_not_taken() -> None:
     assert world.admission.row("", "s") is None
     assert CallKey("c9") not in world.admission.books.account.instances["i-1"].open
     assert stray.grant.model == MODEL
+
+
+def test_only_the_first_snapshot_that_lists_a_call_has_its_session_saved() -> None:
+    world = World()
+    granted = world.grant("c1", "u", session="s")
+    assert len(only(world.beat("i-1", live=(granted.grant,)), RowChanged)) == 1
+    assert only(world.beat("i-1", live=(granted.grant,)), RowChanged) == []

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from talaria_cli import ports
+from talaria_cli import entry, ports
 from talaria_cli.commands.replay import parse_map
 from talaria_cli.failure import CommandFailed, UsageError
 from talaria_cli.main import COMMANDS, main, parser
@@ -45,6 +45,7 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
         (["replay", "gen:swe", "--model-map", "m0"], "LABEL=ID"),
         (["up", "--instances", "0"], "--instances"),
         (["up", "--policy", "no-hkv"], "did you mean 'no-hkvr'"),
+        (["up", "--models", ","], "name at least one of"),
         (["serve", "router"], "--nats-url"),
     ],
 )
@@ -56,6 +57,26 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
     assert words in errors
     assert len(errors.splitlines()) == 1
     assert errors.startswith(f"talaria {argv[0]}: ")
+
+
+def test_a_folder_that_cannot_be_used_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    assert main(["up", "--engine", "fake", "--port", "0", "--data", str(file)]) == 1
+    assert capsys.readouterr().err == f"talaria up: {file}: File exists\n"
+
+
+def test_ctrl_c_while_the_command_is_imported_is_quiet(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("talaria_cli.main.main", interrupted)
+    assert entry.main() == 130
+    assert capsys.readouterr().err == ""
 
 
 def test_an_unknown_option_points_to_the_help(capsys: pytest.CaptureFixture[str]) -> None:

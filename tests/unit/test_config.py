@@ -88,6 +88,13 @@ MISTAKES = {
     "unknown engine": ('[[models]]\nid = "a"\nengine = "gpu"\n', r"\[\[models\]\] 1: .*gpu"),
     "model twice": ('[[models]]\nid = "a"\n[[models]]\nid = "a"\n', r"'a' is listed twice"),
     "models no list": ("[models]\n", r"models must be tables"),
+    "models no tables": ("models = [1]\n", r"models must be tables"),
+    "section no table": ("bus = 1\n", r"bus must be a table: \[bus\]"),
+    "section in a list": ("[[bus]]\n", r"bus must be a table: \[bus\]"),
+    "collector without a scheme": (
+        '[telemetry]\notlp_endpoint = "localhost:4318"\n',
+        r"\[telemetry\]: .*otlp_endpoint",
+    ),
     "not TOML": ("[bus\n", r"talaria.toml"),
 }
 
@@ -110,7 +117,7 @@ def test_a_mistake_in_the_file_is_named(tmp_path: Path, case: str) -> None:
     ("variable", "message"),
     [
         ("TALARIA_BUSS__URL", "TALARIA_BUSS__URL: unknown section 'buss'; did you mean 'bus'"),
-        ("TALARIA_BUS__ULR", "has no key 'ulr'; did you mean 'url'"),
+        ("TALARIA_BUS__ULR", r"^invalid_request: TALARIA_BUS__ULR: \[bus\] has no key 'ulr'; did"),
     ],
 )
 def test_an_unknown_variable_is_refused(tmp_path: Path, variable: str, message: str) -> None:

@@ -211,6 +211,8 @@ def _chosen(
 ) -> tuple[ModelEntry, ...]:
     ids = [model.id for model in models]
     names = [name.strip() for name in wanted.split(",") if name.strip()] if wanted else ids
+    if wanted and not names:
+        raise UsageError(f"--models: name at least one of {', '.join(ids)}")
     for name in names:
         if name not in ids:
             raise UsageError(f"--models: no model {near(name, ids)}")

@@ -19,19 +19,22 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 class Stop:
-    """Set by SIGINT or SIGTERM; a second signal cancels what the first asked to end."""
+    """Set by SIGINT or SIGTERM. A second signal cuts draining short, a third kills the process."""
 
     def __init__(self) -> None:
         self.event = asyncio.Event()
         self.signal: signal.Signals | None = None
-        self._task = asyncio.current_task()
+        self._hurry = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._received, number)
 
     def _received(self, number: signal.Signals) -> None:
-        if self.event.is_set() and self._task is not None:
-            self._task.cancel()
+        if self.event.is_set():
+            # Nothing is cancelled: an interrupted clean-up would leave connections that never end.
+            self._hurry.set()
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self.signal = number
         self.event.set()
 
@@ -42,19 +45,30 @@ class Stop:
 
     async def unless(self, work: Coroutine[Any, Any, None]) -> bool:
         """Do `work` unless a signal comes first (then it is cancelled); whether it was done."""
-        task = asyncio.create_task(work)
-        stop = asyncio.create_task(self.event.wait())
-        try:
-            await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                return False
-            task.result()
-            return True
-        finally:
-            stop.cancel()
-            if not task.done():
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+        return await _race(work, self.event, None)
+
+    async def drain(self, work: Coroutine[Any, Any, None], within_s: float) -> None:
+        """Do `work` until it is done, the time is up or a second signal comes."""
+        await _race(work, self._hurry, within_s)
+
+
+async def _race(
+    work: Coroutine[Any, Any, None], event: asyncio.Event, within_s: float | None
+) -> bool:
+    """Do `work` unless `event` comes or the time is up first (then it is cancelled); whether done."""
+    task = asyncio.create_task(work)
+    stop = asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait([task, stop], timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            return False
+        task.result()
+        return True
+    finally:
+        stop.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
 
 def run(main: Callable[[], Coroutine[Any, Any, int]]) -> int:

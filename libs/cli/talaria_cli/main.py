@@ -65,6 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(args.command, getattr(error, "detail", str(error)), 2)
     except (CommandFailed, ReplayFailed, TalariaError) as error:
         return _complain(args.command, getattr(error, "detail", str(error)), 1)
+    except OSError as error:
+        # A folder or file that cannot be used, a full disk: nothing that a traceback explains.
+        what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        return _complain(args.command, what, 1)
     return code
 
 

@@ -7,6 +7,7 @@ by /health/ready when calls can be served.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import logging
 from dataclasses import dataclass
@@ -73,23 +74,28 @@ async def build(deployment: Deployment, nats_url: str, name: str, member: str) -
     """Connect and create one service; it is not started yet."""
     module = importlib.import_module(f"talaria_{name}.main")
     settings = deployment.settings
-    bus = await connect(deployment, nats_url, member)
-    body_bus = (
-        await connect(deployment, nats_url, f"{member}-bodies") if name in WITH_BODIES else bus
-    )
-    context = Context(
-        member=member,
-        settings=settings,
-        policy=deployment.policy,
-        bus=bus,
-        body_bus=body_bus,
-        clock=WallClock(),
-        telemetry=Telemetry.create(
+    async with contextlib.AsyncExitStack() as on_failure:
+        bus = body_bus = await connect(deployment, nats_url, member)
+        on_failure.push_async_callback(bus.close)
+        if name in WITH_BODIES:
+            body_bus = await connect(deployment, nats_url, f"{member}-bodies")
+            on_failure.push_async_callback(body_bus.close)
+        telemetry = Telemetry.create(
             settings.section("telemetry", TelemetryConfig), service=name, member=member
-        ),
-        data_dir=deployment.data_dir / member,
-    )
-    service: Service = module.create(context)
+        )
+        on_failure.callback(telemetry.close)
+        context = Context(
+            member=member,
+            settings=settings,
+            policy=deployment.policy,
+            bus=bus,
+            body_bus=body_bus,
+            clock=WallClock(),
+            telemetry=telemetry,
+            data_dir=deployment.data_dir / member,
+        )
+        service: Service = module.create(context)
+        on_failure.pop_all()
     return Running(name, member, service, context)
 
 

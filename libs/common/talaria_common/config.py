@@ -53,7 +53,7 @@ class BusConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class TelemetryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Logs and traces."""
 
-    otlp_endpoint: str = ""
+    otlp_endpoint: Annotated[str, Meta(pattern="^(https?://.+)?$")] = ""
     """Base URL of an OTLP/HTTP collector, for example http://127.0.0.1:4318; empty: no traces."""
     sample_ratio: Annotated[float, Meta(ge=0, le=1)] = 1.0
     """Share of sessions that are traced."""
@@ -90,9 +90,11 @@ class Settings:
         self._tables = tables
         self._source = source
         self._env: dict[str, dict[str, str]] = {}
-        for name in tables:
+        for name, table in tables.items():
             if name not in (*SECTIONS, "models"):
                 raise ConfigError(f"{source}: unknown section {_near(name, (*SECTIONS, 'models'))}")
+            if name in SECTIONS and not isinstance(table, dict):
+                raise ConfigError(f"{source}: {name} must be a table: [{name}]")
         for variable, value in env.items():
             section, separator, field = variable.removeprefix(ENV_PREFIX).partition("__")
             if not variable.startswith(ENV_PREFIX) or not separator:
@@ -126,14 +128,16 @@ class Settings:
         for field in values:
             if field not in kind.__struct_fields__:
                 known = _near(field, kind.__struct_fields__)
-                raise ConfigError(f"{self._source}: [{name}] has no key {known}")
+                is_of_env = field in self._env.get(name, {})
+                where = f"{ENV_PREFIX}{name}__{field}".upper() if is_of_env else self._source
+                raise ConfigError(f"{where}: [{name}] has no key {known}")
         return _convert(values, kind, f"{self._source}: [{name}]")
 
     @property
     def models(self) -> tuple[ModelEntry, ...]:
         """The catalogue, `[[models]]` in file order."""
         entries = self._tables.get("models", [])
-        if not isinstance(entries, list):
+        if not isinstance(entries, list) or not all(isinstance(e, dict) for e in entries):
             raise ConfigError(f"{self._source}: models must be tables: [[models]]")
         out: list[ModelEntry] = []
         for n, entry in enumerate(entries):

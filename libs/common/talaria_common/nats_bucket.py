@@ -139,6 +139,10 @@ async def _answered(work: Coroutine[Any, Any, T]) -> T:
         raise BusDown(f"JetStream is not available: {error.description}") from error
     except nats.js.errors.NoStreamResponseError as error:
         raise BusDown("JetStream has no stream for the bucket") from error
+    except KeyNotFoundError:
+        raise
+    except nats.js.errors.NotFoundError as error:  # the server has come back without its store
+        raise BusDown("JetStream has lost the bucket") from error
     except (
         nats.errors.ConnectionClosedError,
         nats.errors.ConnectionDrainingError,

@@ -261,10 +261,13 @@ class NatsBus:
             self.messages_dropped += 1
         elif not self._is_up:
             return  # one per attempt to connect; the loss has been told
+        self._warn(self._last_error)
+
+    def _warn(self, text: str) -> None:
         now_s = time.monotonic()
         if self._warned_s is None or now_s - self._warned_s >= WARN_EVERY_S:
             self._warned_s = now_s
-            _log.warning("NATS: %s", self._last_error, extra={"dropped": self.messages_dropped})
+            _log.warning("NATS: %s", text, extra={"dropped": self.messages_dropped})
 
     def _tell(self, callbacks: list[Callable[[], None]]) -> None:
         for callback in callbacks:
@@ -282,6 +285,7 @@ class NatsBus:
 
     def _count_drop(self) -> None:
         self.messages_dropped += 1
+        self._warn("a handler is too slow, messages are dropped")
 
     def _check_open(self) -> None:
         if self._is_closing:

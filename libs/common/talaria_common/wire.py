@@ -644,6 +644,8 @@ class EndSession(Message, frozen=True, kw_only=True, tag="end_session"):
 
 
 class SessionList(Message, frozen=True, kw_only=True, tag="session_list"):
+    """The sessions asked for; with a single one its decisions, oldest first."""
+
     sessions: tuple[SessionRow, ...] = ()
     decisions: tuple[Decision, ...] = ()
 
@@ -699,6 +701,8 @@ class KvLookup(Message, frozen=True, kw_only=True, tag="kv_lookup"):
 
 
 class KvFound(Message, frozen=True, kw_only=True, tag="kv_found"):
+    """Leading blocks of the chain by instance; those with none are left out."""
+
     blocks_by_instance: dict[str, int]
 
 

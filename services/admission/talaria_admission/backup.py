@@ -66,6 +66,7 @@ class Backup:
             try:
                 await self.flush()
             except BusDown:
+                self._bucket = None  # made anew, should the server have lost it
                 await asyncio.sleep(RETRY_S)
 
     async def flush(self) -> None:

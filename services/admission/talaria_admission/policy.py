@@ -131,6 +131,9 @@ class Admission:
             if key.attempt < call.attempt:
                 self._refuse(key, "superseded", f"attempt {call.attempt} of this call is known")
                 return
+            if call.is_settled:
+                self._refuse(key, "superseded", "this call is over: another one needs a new id")
+                return
             known = call.answer or call.rebuilt_answer()
             if key.attempt == call.attempt and known is not None:
                 self.books.out.append(self._repeat(call, known, now_s))

@@ -86,18 +86,22 @@ class Reconciler:
 
     def _listed(self, live: LiveGrant, view: InstanceView, now_s: float) -> None:
         key = live.grant.key
-        call = self._account.calls.get(key.call_id)
+        call, is_news = self._account.calls.get(key.call_id), False
         if call is None or key.attempt > call.attempt:
-            call = self._adopt_call(live, now_s)
+            call, is_news = self._adopt_call(live, now_s), True
         row = call.grants.get(key.attempt)
         if row is None and key.attempt == call.attempt and call.open_grant is None:
-            row = self._adopt_grant(live.grant, live.tail, call, now_s)
+            row, is_news = self._adopt_grant(live.grant, live.tail, call, now_s), True
         if row is not None:
             if row.stage is GrantStage.VOID and key.attempt == call.attempt:
                 self._account.reopen(row, GrantStage.GRANTED)
+                is_news = True
             if live.is_accepted and row.is_open:
-                self._account.accept(row)
-            self._touch(call, now_s)
+                is_news = self._account.accept(row) or is_news
+            _touch(call, now_s)
+        # Snapshots list a call many times: only what changes its session's row is worth saving.
+        if is_news and call.session is not None:
+            self._books.changed(call.session)
         if key.call_id in self._books.tombstones or key.attempt < call.attempt:
             self._books.cancel_attempt(view.instance, view.boot_id, key, now_s)
 
@@ -131,7 +135,7 @@ class Reconciler:
             session.usage = _add(session.usage, entry.usage)
         if entry.reply:
             session.replies.append(entry.reply)
-        self._touch(call, now_s)
+        _touch(call, now_s)
         is_finished = entry.reason is EndReason.FINISHED
         if is_finished and (entry.is_final or call.is_final):
             self._books.close_session(session, SessionEnd.FINAL, now_s)
@@ -303,11 +307,11 @@ class Reconciler:
             self._books.changed(session)
             self._books.finish_session(session, now_s)
 
-    def _touch(self, call: Call, now_s: float) -> None:
-        call.touched_s = now_s
-        if call.session is not None:
-            call.session.touched_s = now_s
-            self._books.changed(call.session)
+
+def _touch(call: Call, now_s: float) -> None:
+    call.touched_s = now_s
+    if call.session is not None:
+        call.session.touched_s = now_s
 
 
 def _is_of(grant: Grant, view: InstanceView) -> bool:

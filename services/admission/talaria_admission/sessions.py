@@ -11,6 +11,7 @@ without one is found by its message chain, in this order:
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -171,9 +172,8 @@ class SessionTable:
 
     def of_tenant(self, tenant: str, limit: int) -> list[Session]:
         """A tenant's sessions, latest first."""
-        own = [s for s in self._by_key.values() if s.tenant == tenant]
-        own.sort(key=lambda s: (-s.last_unix_s, s.id))
-        return own[:limit]
+        own = (s for s in self._by_key.values() if s.tenant == tenant)
+        return heapq.nsmallest(limit, own, key=lambda s: (-s.last_unix_s, s.id))
 
     def resolve(self, place: PlaceCall) -> Resolved:
         """Find the call's session; changes nothing."""

@@ -228,19 +228,21 @@ class Account:
         self._open(row)
 
     def accept(self, row: GrantRow) -> bool:
-        """The instance has it; True if that is news of the call."""
+        """The instance has it; True if that changes the session's row."""
         if row.stage is GrantStage.GRANTED:
             row.stage = GrantStage.ACCEPTED
-        is_news = not row.call.is_accepted
-        row.call.is_accepted = True
-        session = row.call.session
-        if session is not None:
-            session.calls_accepted += is_news
-            # A call that an earlier leader granted may come to light late.
-            session.calls_granted = max(session.calls_granted, session.calls_accepted)
-            if row.grant.key.attempt == row.call.attempt:
-                session.instance = row.grant.instance
-        return is_news
+        call, session = row.call, row.call.session
+        is_first, call.is_accepted = not call.is_accepted, True
+        if session is None:
+            return False
+        session.calls_accepted += is_first
+        # A call that an earlier leader granted may come to light late.
+        session.calls_granted = max(session.calls_granted, session.calls_accepted)
+        is_latest = row.grant.key.attempt == call.attempt
+        is_moved = is_latest and session.instance != row.grant.instance
+        if is_moved:
+            session.instance = row.grant.instance
+        return is_first or is_moved
 
     def reopen(self, row: GrantRow, stage: GrantStage) -> None:
         """A void grant turns out to be alive."""

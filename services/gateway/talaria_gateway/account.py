@@ -14,7 +14,7 @@ from talaria_common import attributes as names
 from talaria_common import subjects, wire
 from talaria_common.clock import Clock
 from talaria_common.telemetry import Telemetry
-from talaria_common.wire import CallKey, CallParts, CallSettled, Granted, Usage
+from talaria_common.wire import CallKey, CallParts, CallSettled, Granted, Link, Usage
 from talaria_gateway.identity import Identity
 from talaria_gateway.retry import RetryReason
 from talaria_gateway.validate import CheckedCall
@@ -29,6 +29,9 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     call_id: str
     request_id: str
     checked: CheckedCall
+    """Without its parsed body."""
+    links: tuple[Link, ...]
+    """The end of its message chain."""
     identity: Identity
     tenant: str
     arrived_s: float

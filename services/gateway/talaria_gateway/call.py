@@ -60,7 +60,7 @@ class Call(ABC):
         self._stopped: asyncio.Future[TalariaError] = asyncio.get_running_loop().create_future()
         self._is_settled = False
         self._place_began_s: float | None = None
-        self._links = ask.checked.links(ask.tenant)
+        self._links = ask.links
         self._task: asyncio.Task[None] | None = None
 
     # --- from outside -----------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
+from talaria_common import chain
 from talaria_common.errors import Rejected, Unavailable
 from talaria_common.ids import new_ulid
 from talaria_common.wire import Endpoint
@@ -44,7 +45,8 @@ class Intake:
         return Ask(
             call_id=call_id or new_ulid(),
             request_id=request_id,
-            checked=checked,
+            checked=checked.without_parsed(),
+            links=tuple(checked.links(tenant)[-chain.LINKS_MAX :]),
             identity=who,
             tenant=tenant,
             arrived_s=arrived_s,

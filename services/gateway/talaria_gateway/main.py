@@ -1,4 +1,4 @@
-"""Entry point of the gateway: config in, service out."""
+"""Entry point of the gateway. Pure."""
 
 from __future__ import annotations
 

@@ -68,7 +68,10 @@ class NatsCall(Call):
         }
 
     def _silent_s(self, attempt: Attempt, now_s: float) -> float:
-        return min(now_s - attempt.heard_s, self._calls.pool.age_s(attempt.instance, now_s))
+        """While its snapshots list the attempt, the instance speaks for it."""
+        listed_s = self._calls.pool.listed_s(attempt.instance, attempt.key)
+        attempt.heard_s = max(attempt.heard_s, listed_s)
+        return now_s - attempt.heard_s
 
     async def _on_granted(self, granted: Granted) -> None:
         """Said ahead of the body, so that it comes before the first token."""

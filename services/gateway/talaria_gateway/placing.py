@@ -16,6 +16,8 @@ from talaria_gateway.retry import Retries
 
 PAUSE_S: Final = 0.2
 """Between tries to reach a router that is not there."""
+ABSENT_S: Final = 3.0
+"""For how long that is tried: a lone router that died is back by then."""
 
 
 def question(ask: Ask, links: Sequence[Link], retries: Retries) -> PlaceCall:
@@ -42,14 +44,18 @@ async def ask_router(
 ) -> PlaceReply:
     """The answer for this attempt; raises Unavailable `no_instance` when no router gives one."""
     payload = wire.encode(place)
-    for _ in range(config.place_tries):
+    tries, absent_s = 0, 0.0
+    while tries < config.place_tries and absent_s < ABSENT_S:
         try:
             answer = await bus.request(subjects.PLACE, payload, timeout_s=config.place_timeout_s)
         except NoResponders:
+            absent_s += PAUSE_S
             await asyncio.sleep(PAUSE_S)
             continue
         except RequestTimeout:
+            tries += 1
             continue
+        tries += 1
         reply = wire.decode(wire.PLACE_REPLY, answer.payload)
         if reply is not None and _key_of(reply) == place.key:
             return reply

@@ -9,12 +9,14 @@ from typing import Final
 
 import msgspec
 
-from talaria_common.wire import ModelState, Residency, Snapshot
+from talaria_common.wire import CallKey, ModelState, Residency, Snapshot
 
 FRESH_S: Final = 1.5
 """Three heartbeats; an older snapshot is stale (protocols 2)."""
 GONE_S: Final = 5.0
 """Without a snapshot for so long an instance is gone."""
+FORGET_S: Final = 60.0
+"""Silence after which an instance is forgotten, once another one comes."""
 MODELS_MAX: Final = 1024
 
 
@@ -23,6 +25,8 @@ class Heard(msgspec.Struct, frozen=True):
 
     snapshot: Snapshot
     at_s: float
+    live: frozenset[CallKey]
+    """The attempts that it lists."""
 
 
 class ModelGauges(msgspec.Struct, frozen=True):
@@ -45,7 +49,10 @@ class Pool:
         is_same_boot = last is not None and last.snapshot.boot_id == snapshot.boot_id
         if last is not None and is_same_boot and snapshot.version < last.snapshot.version:
             return
-        self._heard[snapshot.instance] = Heard(snapshot, now_s)
+        if last is None:
+            self._heard = {n: h for n, h in self._heard.items() if now_s - h.at_s < FORGET_S}
+        live = frozenset(entry.grant.key for entry in snapshot.live_grants)
+        self._heard[snapshot.instance] = Heard(snapshot, now_s, live)
         for state in snapshot.models:
             if state.model in self._models or len(self._models) < MODELS_MAX:
                 known = self._models.get(state.model, 0)
@@ -55,6 +62,11 @@ class Pool:
         """Seconds since the last snapshot; infinite for an instance that is not known."""
         last = self._heard.get(instance)
         return math.inf if last is None else now_s - last.at_s
+
+    def listed_s(self, instance: str, key: CallKey) -> float:
+        """When the last snapshot of the instance came, if it lists the attempt; else long ago."""
+        last = self._heard.get(instance)
+        return last.at_s if last is not None and key in last.live else -math.inf
 
     def has_restarted(self, instance: str, boot_id: str) -> bool:
         """Another boot of the instance has spoken last."""

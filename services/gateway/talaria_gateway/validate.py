@@ -49,6 +49,10 @@ class CheckedCall(msgspec.Struct, frozen=True, kw_only=True):
         root = chain.root(tenant, self.model, self.body.get("tools"), options)
         return chain.links(root, self.messages)
 
+    def without_parsed(self) -> CheckedCall:
+        """What is kept while the call lives: the parsed body takes several times the raw one."""
+        return msgspec.structs.replace(self, messages=[], body={})
+
 
 def check(
     endpoint: Endpoint, body: dict[str, Any], raw: bytes, *, messages_max: int = 10_000

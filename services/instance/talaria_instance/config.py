@@ -40,10 +40,10 @@ class InstanceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     sp_prefill_tokens_max: AtLeastOne = 8192
     """Prompt tokens that one session-prefill may add."""
 
-    queued_calls_max: AtLeastOne = 256
-    """Calls that wait; above, runs are refused as `full`."""
-    queued_bytes_max: AtLeastOne = 512_000_000
-    """Bytes of the bodies that wait."""
+    queued_calls_max: AtLeastOne = 512
+    """Calls that wait; above, runs are refused as `full`: twice what admission gives new sessions."""
+    queued_bytes_max: AtLeastOne = 2**30
+    """Bytes of the bodies that wait; twice admission's, too."""
     body_wait_s: Positive = 3.0
     """Wait for the last parts of a large body."""
     drain_s: Positive = 30.0

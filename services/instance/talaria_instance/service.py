@@ -108,11 +108,6 @@ class InstanceService:
             and self._context.bus.is_connected
         )
 
-    @property
-    def boot_id(self) -> str:
-        """Of this start."""
-        return self._place.boot_id
-
     # --- life -----------------------------------------------------------------------------------
 
     async def start(self) -> None:

@@ -18,7 +18,6 @@ from typing import Final, assert_never
 from talaria_common import subjects
 from talaria_common.bus import Subscription
 from talaria_common.clock import Clock
-from talaria_common.perf import ModelTiming
 from talaria_common.policies import PolicySet
 from talaria_common.service import Recorder, Shell
 from talaria_common.telemetry import Telemetry
@@ -33,7 +32,7 @@ from talaria_common.wire import (
 from talaria_instance.calls import Call, CallBook
 from talaria_instance.config import InstanceConfig
 from talaria_instance.driver import EngineDriver
-from talaria_instance.engine.protocol import Engine, EngineCall, EngineFacts, FinishReason
+from talaria_instance.engine.protocol import Engine, EngineCall, FinishReason
 from talaria_instance.events import (
     Activate,
     Admit,
@@ -50,9 +49,9 @@ from talaria_instance.events import (
     SlotOpened,
     Stepped,
     Switched,
-    TimingChanged,
     WakeAt,
 )
+from talaria_instance.facts import timings_of
 from talaria_instance.kv_news import KvNews
 from talaria_instance.ledger import Ledger
 from talaria_instance.outlet import Outlet
@@ -76,8 +75,6 @@ OUTPUT_TOKENS: Final = 128
 """Expected output of a model's first call."""
 OUTPUT_WEIGHT: Final = 0.1
 """Weight of a finished call in its model's expected output."""
-SWITCH_SEED_S: Final = 0.5
-"""Switch time of the model that is active at the start and so does not tell."""
 FAILURES_MAX: Final = 3
 """Engine commands failing in a row that make the instance not ready."""
 
@@ -136,7 +133,7 @@ class Serving:
     def start(self) -> None:
         """Begin, on a started engine."""
         self._sink.attach(self.on_output)
-        for timing in self._timings(self._engine.facts()):
+        for timing in timings_of(self._engine.facts()):
             self._apply(timing)
         self.driver.start()
         self.metrics.calls(self.scheduler)
@@ -145,25 +142,6 @@ class Serving:
         """Stop driving the engine; what is recorded is on disk afterwards."""
         await self.driver.close()
         self._shell.close()
-
-    def _timings(self, facts: EngineFacts) -> list[TimingChanged]:
-        known_s = [m.switch_s for m in facts.models if m.switch_s > 0]
-        seed_s = sum(known_s) / len(known_s) if known_s else SWITCH_SEED_S
-        return [
-            TimingChanged(
-                timing=ModelTiming(
-                    model=m.model,
-                    prefill_fixed_s=m.prefill_fixed_s,
-                    prefill_token_s=m.prefill_token_s,
-                    decode_step_s=m.decode_step_s,
-                    restore_token_s=m.restore_token_s,
-                    switch_s=m.switch_s or seed_s,
-                ),
-                blocks_max=m.blocks_max,
-                is_active=m.model == facts.active,
-            )
-            for m in facts.models
-        ]
 
     # --- calls ----------------------------------------------------------------------------------
 

@@ -40,6 +40,8 @@ from talaria_router.state import InstanceView, Match, SessionPlace, Views
 
 FORGET_S: Final = 60.0
 """Silence after which an instance is no longer remembered."""
+SWEEP_S: Final = 1.0
+"""Least time between two looks at all instances for such."""
 
 
 class Placed(Message, frozen=True, kw_only=True, tag="placed"):
@@ -95,6 +97,7 @@ class Router:
         self._config = config
         self._lease_s = policy.lease_charge_s if policy.lease_tau_s > 0 else 0.0
         self._linger_s = policy.linger_s
+        self._sweep_due_s = 0.0
         self.views = Views(
             tokens_per_byte=config.tokens_per_byte,
             output_tokens=config.output_tokens,
@@ -118,7 +121,9 @@ class Router:
                 return [question]
             case Snapshot():
                 views.hear(event, now_s)
-                views.forget(now_s, FORGET_S)
+                if now_s >= self._sweep_due_s:
+                    self._sweep_due_s = now_s + SWEEP_S
+                    views.forget(now_s, FORGET_S)
             case LoadState():
                 views.hear_load(event)
             case CallEnded():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 import uuid
 from collections.abc import Iterator
@@ -45,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
     """Converse until the input ends."""
     session = args.session or f"chat-{uuid.uuid4().hex[:12]}"
     is_live = sys.stdin.isatty()
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # bytes that are no UTF-8 are no reason to end
     with endpoint.client(args.url, timeout_s=SILENCE_MAX_S) as http:
         served = [str(entry["id"]) for entry in endpoint.get(http, "/v1/models")["data"]]
         if not served:

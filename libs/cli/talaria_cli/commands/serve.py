@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
-import contextlib
 from typing import Any
 
 from talaria_cli import deployment as deployments
@@ -56,8 +54,7 @@ async def _serve(deployment: Deployment, name: str, member: str) -> int:
         if await stop.unless(stack.start([(name, member)])):
             print(f"talaria serving {name} member={member}", flush=True)
             await stop.event.wait()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stack.drain(), DRAIN_WITHIN_S)
+        await stop.drain(stack.drain(), DRAIN_WITHIN_S)
     finally:
         await stack.stop()
     return stop.exit_code

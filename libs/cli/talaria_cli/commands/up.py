@@ -74,8 +74,7 @@ async def _serve(deployment: Deployment, instances: int, in_processes: bool) -> 
         if await stop.unless(_start(stack, members(instances), url)):
             print(f"talaria ready url={url} nats={nats_url}", flush=True)
             await stop.event.wait()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stack.drain(), DRAIN_WITHIN_S)
+        await stop.drain(stack.drain(), DRAIN_WITHIN_S)
     return stop.exit_code
 
 
