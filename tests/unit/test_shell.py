@@ -64,3 +64,16 @@ def test_events_and_effects_are_recorded(tmp_path: Path) -> None:
             "effects": [{"type": "withdraw", "key": ["c", 2]}],
         }
     ]
+
+
+def test_a_full_disk_ends_the_recording_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    done: list[Any] = []
+    recorder = Recorder(Path("/dev/full"))
+    shell: Shell[Any] = Shell(doubled, done.append, VirtualClock(), recorder)
+    for _ in range(3):
+        shell.apply("x" * 100_000)
+    shell.close()
+    assert len(done) == 6
+    assert [r.getMessage() for r in caplog.records] == [
+        "the recording /dev/full ends: No space left on device"
+    ]

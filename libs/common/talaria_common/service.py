@@ -8,7 +8,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -56,8 +58,14 @@ class Service(Protocol):
 E = TypeVar("E")
 
 
+_log = logging.getLogger(__name__)
+
+
 class Recorder:
-    """Writes (now_s, event, effects) lines for parity tests and bug reports (docs/formats.md)."""
+    """Writes (now_s, event, effects) lines for parity tests and bug reports (docs/formats.md).
+
+    A recording that cannot be written ends; what is recorded goes on.
+    """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,10 +74,22 @@ class Recorder:
 
     def write(self, now_s: float, event: Any, effects: list[Any]) -> None:
         line = {"now_s": now_s, "event": event, "effects": effects}
-        self._file.write(self._encoder.encode(line) + b"\n")
+        if not self._file.closed:
+            with self._ends_on_failure():
+                self._file.write(self._encoder.encode(line) + b"\n")
 
     def close(self) -> None:
-        self._file.close()
+        with self._ends_on_failure():
+            self._file.close()
+
+    @contextlib.contextmanager
+    def _ends_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:  # a full disk, most likely
+            _log.error("the recording %s ends: %s", self._file.name, error.strerror or error)
+            with contextlib.suppress(OSError):  # what is still buffered has nowhere to go
+                self._file.close()
 
 
 class Shell(Generic[E]):
