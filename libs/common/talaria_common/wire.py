@@ -668,6 +668,7 @@ class KvEntry(msgspec.Struct, frozen=True, kw_only=True):
     """Prefix length up to and including this block."""
     nbytes: Count = 0
     session: str = ""
+    """Whose call filled it: the tenant's session, as `subjects.session_key` names it."""
 
 
 class KvSaved(Message, frozen=True, kw_only=True, tag="kv_saved"):

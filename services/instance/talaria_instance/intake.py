@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
+from talaria_common import subjects
 from talaria_common.bodies import Assembler
 from talaria_common.bus import Bus, Msg
 from talaria_common.clock import Clock
@@ -210,7 +211,7 @@ class Intake:
             endpoint=run.endpoint,
             body=body,
             tenant=run.tenant,
-            session=run.session,
+            session=subjects.session_key(run.tenant, run.session),
         )
         prepared = await self._engine.prepare(request)
         blocks_max = self._serving.scheduler.queues[run.grant.model].blocks_max

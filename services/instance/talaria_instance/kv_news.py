@@ -30,7 +30,7 @@ class KvNews:
         self._spans = spans
         self._clock = clock
         self._finished: OrderedDict[str, tuple[Call, float]] = OrderedDict()
-        """By session: its last finished call, and when it ended."""
+        """By tenant's session: its last finished call, and when it ended."""
         self._early: OrderedDict[str, tuple[float, int]] = OrderedDict()
         """By session: blocks saved before its call was told to have ended."""
 
@@ -40,7 +40,8 @@ class KvNews:
 
     def finished(self, call: Call) -> None:
         """A call's KV is being saved, or has been already."""
-        session, now_unix_s = call.run.session, self._clock.unix_s()
+        session = subjects.session_key(call.run.tenant, call.run.session)
+        now_unix_s = self._clock.unix_s()
         early = self._early.pop(session, None)
         if early is None:
             _keep(self._finished, session, (call, now_unix_s))

@@ -39,6 +39,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     body: dict[str, Any]
     tenant: str = ""
     session: str = ""
+    """The tenant's session (`subjects.session_key`): two tenants may use one id."""
 
 
 class EngineCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,6 +168,7 @@ class KvBlock(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     nbytes: int
     session: str
+    """Of the call that filled it, as in its EngineRequest."""
 
 
 class Sink(Protocol):
