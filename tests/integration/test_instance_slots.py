@@ -195,7 +195,7 @@ async def test_saved_and_dropped_blocks_are_told(tmp_path: Path) -> None:
         assert isinstance(started, KvDropped)
         assert started.is_all
         assert isinstance(saved, KvSaved)
-        assert {e.session for e in saved.entries} == {"s-m-a"}
+        assert {e.session for e in saved.entries} == {subjects.session_key("", "s-m-a")}
         prefixes = tuple(e.prefix for e in saved.entries)
         await it.peer.bus.publish(
             subjects.instance_kv(INSTANCE), encode(EvictKv(prefixes=prefixes))
