@@ -57,14 +57,18 @@ def rows(text: str) -> dict[str, str]:
     return dict(re.findall(r"^\| `([\w.]+)` \| ([^|]*?) \|", text, re.M))
 
 
-def default_text(value: Any) -> str:
-    if value is msgspec.NODEFAULT:
+def default_text(field: msgspec.structs.FieldInfo) -> str:
+    if field.required:
         return "required"
-    return f"`{msgspec.json.encode(value).decode()}`"
+    made: Any = field.default
+    if made is msgspec.NODEFAULT:
+        assert field.default_factory is not msgspec.NODEFAULT
+        made = field.default_factory()
+    return f"`{msgspec.json.encode(made).decode()}`"
 
 
 def documented(kind: type[msgspec.Struct]) -> dict[str, str]:
-    return {f.name: default_text(f.default) for f in msgspec.structs.fields(kind)}
+    return {f.name: default_text(f) for f in msgspec.structs.fields(kind)}
 
 
 def test_every_section_is_checked_here() -> None:

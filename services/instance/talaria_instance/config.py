@@ -13,32 +13,18 @@ Positive = Annotated[float, Meta(gt=0)]
 AtLeastOne = Annotated[int, Meta(ge=1)]
 
 
-class InstanceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`[instance]`; the engines' own settings are `[instance.torch]` and `[instance.fake]`."""
+class InstanceConfig(SchedulerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[instance]`: the scheduler's constants and the service's own.
+
+    The engines' settings are `[instance.torch]` and `[instance.fake]`.
+    """
 
     engine: Literal["auto", "torch", "fake"] = "auto"
     """auto: the one that the models of the catalogue name."""
-    torch: dict[str, Any] = {}
+    torch: dict[str, Any] = msgspec.field(default_factory=dict)
     """The torch engine's settings, see its config module."""
-    fake: dict[str, Any] = {}
+    fake: dict[str, Any] = msgspec.field(default_factory=dict)
     """The fake engine's settings, see its module."""
-
-    t_ttft_s: Positive = 10.0
-    """Time to first token that rounds are planned for."""
-    gamma: Annotated[float, Meta(gt=0, lt=1)] = 0.85
-    """Share of `t_ttft_s` that one round may take."""
-    t_tpot_s: Positive = 0.1
-    """Time per output token that decode is protected for."""
-    slot_min_s: Positive = 0.5
-    """Shortest slot, however many models have work."""
-    sp_check_every: AtLeastOne = 8
-    """Decode iterations between two looks at who has returned."""
-    batch_max: AtLeastOne = 32
-    """Sequences of one model that the engine holds at a time."""
-    prefill_tokens_max: AtLeastOne = 8192
-    """Prompt tokens computed in one run."""
-    sp_prefill_tokens_max: AtLeastOne = 8192
-    """Prompt tokens that one session-prefill may add."""
 
     queued_calls_max: AtLeastOne = 512
     """Calls that wait; above, runs are refused as `full`: twice what admission gives new sessions."""
@@ -67,17 +53,3 @@ class InstanceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Longest silence of a stream."""
     engine_silent_s: Positive = 60.0
     """An engine command that takes longer makes the instance not ready."""
-
-    @property
-    def scheduler(self) -> SchedulerConfig:
-        """The part that the scheduler reads."""
-        return SchedulerConfig(
-            t_ttft_s=self.t_ttft_s,
-            gamma=self.gamma,
-            t_tpot_s=self.t_tpot_s,
-            slot_min_s=self.slot_min_s,
-            sp_check_every=self.sp_check_every,
-            batch_max=self.batch_max,
-            prefill_tokens_max=self.prefill_tokens_max,
-            sp_prefill_tokens_max=self.sp_prefill_tokens_max,
-        )

@@ -107,7 +107,7 @@ class Serving:
         self._outlet = outlet
         self._on_change = on_change
         self.metrics = InstanceMetrics(telemetry)
-        self.scheduler = Scheduler(config.scheduler, policy, models)
+        self.scheduler = Scheduler(config, policy, models)
         self.prefixes = PrefixTable(config.prefixes_max, engine.locality)
         self.driver = EngineDriver(
             engine,
