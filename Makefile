@@ -20,7 +20,7 @@ help: ## Show this list
 	@echo "  ARGS='...' is passed on: make run ARGS='--sessions 3', make test ARGS='-k bus'"
 	@echo "  TORCH_INDEX=URL takes PyTorch from that index; PYTHON=... chooses the interpreter"
 
-run: setup ## Replay agent sessions on real models under two policies, and compare (2 minutes)
+run: setup ## Replay agent sessions on real models under two policies, and compare (2.5 minutes)
 	@$(BIN)/talaria demo $(ARGS)
 
 serve: setup ## Serve three small models on this machine until Ctrl-C

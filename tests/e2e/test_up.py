@@ -100,6 +100,8 @@ def test_sessions_and_models_are_tables_of_the_running_stack(stack: Stack) -> No
     models = json.loads(talaria("models", "--url", stack.url, "--json").stdout)
     assert {row["id"] for row in models} >= {MODEL, "tiny-a", "tiny-b"}
     assert all("i-1" in row["residency"] for row in models), models
+    # Configured here are torch models of the same ids.
+    assert {(row["engine"], row["path"]) for row in models} == {("fake", None)}
 
 
 def test_an_unknown_session_or_model_is_a_clear_failure(stack: Stack) -> None:

@@ -77,7 +77,7 @@ class Telling:
     def _entry(self, model: str, max_model_len: int) -> dict[str, Any]:
         residency = self._calls.pool.residency(model, self._context.clock.now_s())
         entry = openai.model_object(model, max_model_len, self._started_unix_s)
-        return entry | {"residency": residency}
+        return entry | {"engine": self._calls.pool.engines(model), "residency": residency}
 
     # --- health and metrics -----------------------------------------------------------------------
 

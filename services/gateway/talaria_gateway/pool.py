@@ -104,6 +104,15 @@ class Pool:
             if state.model == model
         }
 
+    def engines(self, model: str) -> str:
+        """Engines that serve the model, joined by commas; of the last snapshots heard."""
+        names = {
+            heard.snapshot.engine
+            for heard in self._heard.values()
+            if any(state.model == model for state in heard.snapshot.models)
+        }
+        return ", ".join(sorted(names - {""}))
+
     def gauges(self, held: Mapping[str, int], now_s: float) -> dict[str, ModelGauges]:
         """Calls running and waiting per model, over all instances that are not gone.
 

@@ -40,7 +40,9 @@ def run(args: argparse.Namespace) -> int:
     if args.prepare:
         deployments.prepare(deployment, say)
     served = _served(args.url)
-    rows = [_row(model, served) for model in deployment.settings.models]
+    # A stack may serve other models under these ids: what it says goes before what is configured.
+    local = [m for m in deployment.settings.models if _is_same(m, served.get(m.id))]
+    rows = [_row(model, served) for model in local]
     known = {row["id"] for row in rows}
     rows += [_served_row(entry) for name, entry in served.items() if name not in known]
     if args.json:
@@ -65,6 +67,11 @@ def _served(url: str | None) -> dict[str, dict[str, Any]]:
             except (httpx.HTTPError, ValueError, KeyError, TypeError):
                 entries = []
     return {str(entry["id"]): entry for entry in entries if isinstance(entry, dict)}
+
+
+def _is_same(model: ModelEntry, entry: dict[str, Any] | None) -> bool:
+    """The running stack, if it lists the id at all, serves it by the engine that is configured."""
+    return entry is None or entry.get("engine", model.engine) == model.engine
 
 
 def _row(model: ModelEntry, served: dict[str, dict[str, Any]]) -> dict[str, Any]:
